@@ -1,9 +1,9 @@
 """Choosing tokens from logits, on the device.
 
-The order is that of vLLM: temperature, min-p, top-k, top-p over what is left, then one draw. Nothing is sorted: a
-filter keeps the tokens at or above a threshold, and the threshold is found by bisection over the 32 bits of a float
-(31 passes over the logits; sorting 49,152 of them takes 15 times as long on a CPU). Tokens equal to the threshold
-are all kept, so a result does not depend on how ties would have been sorted.
+The order is that of vLLM: temperature, min-p, top-k, top-p over what is left, then one draw. Nothing is sorted:
+a filter keeps the tokens at or above a threshold, and the threshold is found by bisection over the 32 bits of a
+float (31 passes over the logits; sorting 49,152 of them takes 15 times as long on a CPU). Tokens equal to the
+threshold are all kept, so a result does not depend on how ties would have been sorted.
 
 The draw is an argmax over logits with Gumbel noise. The noise comes from the request's seed and the token's
 position, and no sum over the vocabulary enters it, so that a row's token does not depend on the rest of the batch,
@@ -38,20 +38,22 @@ __all__ = [
 UNUSED_ID = np.iinfo(np.int32).max
 """Beyond any vocabulary: writes to it are dropped."""
 
+AnyArray = Array | np.ndarray
+
 
 class SamplingInputs(NamedTuple):
     """How each of `S` sequences samples; padding rows are greedy."""
 
-    temperature: Float[Array, " S"]
+    temperature: Float[AnyArray, " S"]
     """0 where the row is greedy."""
-    top_k: Int[Array, " S"]
+    top_k: Int[AnyArray, " S"]
     """0 where off."""
-    top_p: Float[Array, " S"]
-    min_p: Float[Array, " S"]
-    seeds: UInt32[Array, " S"]
-    positions: Int[Array, " S"]
+    top_p: Float[AnyArray, " S"]
+    min_p: Float[AnyArray, " S"]
+    seeds: UInt32[AnyArray, " S"]
+    positions: Int[AnyArray, " S"]
     """Position in its sequence of the token to be chosen."""
-    suppressed: Int[Array, "S B"]
+    suppressed: Int[AnyArray, "S B"]
     """Ids that may not be chosen; `UNUSED_ID` where there are fewer than `B`."""
 
     @staticmethod
@@ -91,9 +93,7 @@ class SamplingInputs(NamedTuple):
             inputs.positions[row] = positions[row]
         for row, ids in enumerate(suppressed):
             if len(ids) > MAX_SUPPRESSED:
-                raise ValueError(
-                    f"at most {MAX_SUPPRESSED} ids can be suppressed, got {len(ids)}: {list(ids)}"
-                )
+                raise ValueError(f"at most {MAX_SUPPRESSED} ids can be suppressed, got {len(ids)}: {list(ids)}")
             inputs.suppressed[row, : len(ids)] = ids
         return inputs
 
@@ -104,10 +104,8 @@ def _seed32(seed: int) -> int:
     return low ^ (high * 0x9E3779B1 & 0xFFFFFFFF)
 
 
-def sample(
-    logits: Float[Array, "S V"], inputs: SamplingInputs
-) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
-    """The next token of each sequence and its log probability under the logits as given (no temperature, no filter).
+def sample(logits: Float[Array, "S V"], inputs: SamplingInputs) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+    """The next token of each sequence, and its log probability under the logits as they were given.
 
     `logits` float32. Pure, for use under jit. A batch that is greedy throughout draws and filters nothing.
     """
@@ -149,7 +147,7 @@ def _suppress(logits: Float[Array, "S V"], ids: Int[Array, "S B"]) -> Float[Arra
     return logits.at[rows, ids].set(-jnp.inf, mode="drop")
 
 
-def _draw(logits: Float[Array, "S V"], greedy_rows: Array, inputs: SamplingInputs) -> Int[Array, " S"]:
+def _draw(logits: Float[Array, "S V"], greedy_rows: AnyArray, inputs: SamplingInputs) -> Int[Array, " S"]:
     temperature = jnp.where(greedy_rows, 1.0, inputs.temperature)
     scaled = (logits - jnp.max(logits, axis=1, keepdims=True)) / temperature[:, None]
     kept = lax.cond(
@@ -184,8 +182,8 @@ def _keep_heaviest(
 ) -> Float[Array, "S V"]:
     """Keep a token where the weights of all tokens above it sum to less than the row's budget.
 
-    With weights of 1 and budget k that is top-k, with probabilities and budget p it is top-p. The largest is always
-    kept. Bisection: the lowest bit pattern `t` such that what lies above `t` weighs less than the budget.
+    With weights of 1 and budget k that is top-k, with probabilities and budget p it is top-p. The largest is
+    always kept. Bisection: the lowest bit pattern `t` such that what lies above `t` weighs less than the budget.
     """
     order = _order(scaled)
 
@@ -209,7 +207,7 @@ def _order(x: Array) -> Array:
 
 
 def _gumbel(inputs: SamplingInputs, vocab_size: int) -> Float[Array, "S V"]:
-    def noise(seed: Array, position: Array) -> Array:
+    def noise(seed: AnyArray, position: AnyArray) -> Array:
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
         return jax.random.gumbel(key, (vocab_size,), jnp.float32)
 

@@ -40,7 +40,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     """None: until the context is full."""
     min_tokens: int = 0
-    """Until this many tokens are generated, no end-of-sequence or stop id can be chosen, no stop string checked."""
+    """Until there are this many, no end-of-sequence or stop id can be chosen and no stop string is looked for."""
     stop: str | Sequence[str] | None = ()
     """Strings that end the answer."""
     stop_token_ids: Sequence[int] | None = ()
@@ -131,9 +131,7 @@ def _boolean(name: str, value: Any) -> None:
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
-    items = (
-        (value,) if isinstance(value, str) else _sequence(name, value, "a string or a sequence of strings")
-    )
+    items = (value,) if isinstance(value, str) else _sequence(name, value, "a string or a sequence of strings")
     for item in items:
         if not isinstance(item, str) or not item:
             raise ValueError(f"{name} must hold strings that are not empty, got {item!r}")

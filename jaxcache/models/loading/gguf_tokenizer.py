@@ -100,7 +100,7 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str], types
         for i, token in enumerate(tokens)
         if types[i] in (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
     }
-    ranked = []
+    ranked: list[tuple[float, int, int]] = []
     for piece, i in pieces.items():
         for cut in range(1, len(piece)):
             left, right = pieces.get(piece[:cut]), pieces.get(piece[cut:])

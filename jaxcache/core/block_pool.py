@@ -1,0 +1,131 @@
+"""The host's handle on the block pool: one jitted, donated transition per decision, on the CPU backend."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcache.core import pool
+from jaxcache.core.pool import PoolState
+
+_MIN_CAPACITY = 8
+
+
+@partial(jax.jit, static_argnames="capacity", donate_argnums=0)
+def _acquire(state, hits, counts, capacity):
+    """`counts` is [n, headroom]; ids, success and the free count come back in one vector."""
+    state, ids, ok = pool.acquire(state, hits, counts[0], counts[1], capacity=capacity)
+    return state, jnp.concatenate([ids, jnp.stack([ok.astype(jnp.int32), state.num_free])])
+
+
+@partial(jax.jit, donate_argnums=0)
+def _release(state, ids):
+    state = pool.release(state, ids)
+    return state, state.num_free
+
+
+_name = jax.jit(pool.name, donate_argnums=0)
+_unname = jax.jit(pool.unname, donate_argnums=0)
+_unname_all = jax.jit(pool.unname_all, donate_argnums=0)
+
+
+def host_device() -> jax.Device:
+    """The CPU that the host side's state lives on, beside whatever accelerator computes."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise RuntimeError(
+            "jaxcache keeps its block pool on JAX's CPU backend, and there is none: add cpu to JAX_PLATFORMS, "
+            f"for instance JAX_PLATFORMS=tpu,cpu ({error})"
+        ) from error
+
+
+class BlockPool:
+    """Reference counts and eviction order of all blocks. Content and names are the index's business."""
+
+    def __init__(self, num_blocks: int) -> None:
+        with jax.default_device(host_device()):
+            state = pool.init(num_blocks)
+        self._state: PoolState = jax.device_put(state, host_device())
+        self._num_blocks = num_blocks
+        self._num_free = num_blocks - 1
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, the null block included."""
+        return self._num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, named ones included."""
+        return self._num_free
+
+    @property
+    def usage(self) -> float:
+        """The share of usable blocks that are held, 0 to 1."""
+        return 1.0 - self._num_free / (self._num_blocks - 1)
+
+    def acquire(self, hits: Sequence[int] | np.ndarray, n: int, headroom: int = 0) -> np.ndarray | None:
+        """Hold `hits` and take `n` more from the queue; `None`, and nothing changed, if that is not possible.
+
+        Possible means that the free ones among `hits`, the `n` new ones and `headroom` more are free.
+        Returns the new ids, int32 [n]; whoever named them before must forget it.
+        """
+        if n + headroom > self._num_free:
+            return None
+        capacity = _capacity(max(n, len(hits)))
+        counts = np.array([n, headroom], np.int32)
+        self._state, result = _acquire(self._state, self._pad(hits, capacity), counts, capacity)
+        result = np.asarray(result)
+        if not result[-2]:
+            return None
+        self._num_free = int(result[-1])
+        return result[:n]
+
+    def release(self, ids: Sequence[int] | np.ndarray) -> None:
+        """Let go of `ids` in this order: deepest block of a sequence first."""
+        if len(ids):
+            self._state, num_free = _release(self._state, self._pad(ids, _capacity(len(ids))))
+            self._num_free = int(num_free)
+
+    def name(self, ids: Sequence[int] | np.ndarray) -> None:
+        """`ids` now hold content that others can find, and go to the queue's tail when released."""
+        if len(ids):
+            self._state = _name(self._state, self._pad(ids, _capacity(len(ids))))
+
+    def unname(self, ids: Sequence[int] | np.ndarray) -> None:
+        if len(ids):
+            self._state = _unname(self._state, self._pad(ids, _capacity(len(ids))))
+
+    def unname_all(self) -> None:
+        self._state = _unname_all(self._state)
+
+    def queue(self) -> np.ndarray:
+        """Ids of all free blocks, the next victim first. O(pool): for tests and diagnosis."""
+        return pool.queue(self._state)
+
+    def ref_count(self) -> np.ndarray:
+        """int32 [num_blocks]. O(pool): for tests and diagnosis."""
+        return np.array(self._state.ref_count)
+
+    def named(self) -> np.ndarray:
+        """bool [num_blocks]. O(pool): for tests and diagnosis."""
+        return np.array(self._state.named)
+
+    def check_invariants(self) -> None:
+        """Raise `RuntimeError` if the state contradicts itself. O(pool)."""
+        pool.check_invariants(self._state)
+        if self._num_free != int(self._state.num_free):
+            raise RuntimeError(f"{self._num_free} blocks are free on the host, {self._state.num_free} in the pool")
+
+    def _pad(self, ids: Sequence[int] | np.ndarray, capacity: int) -> np.ndarray:
+        padded = np.full(capacity, self._num_blocks, np.int32)
+        padded[: len(ids)] = ids
+        return padded
+
+
+def _capacity(n: int) -> int:
+    """Id vectors come in few lengths, since each is compiled once."""
+    return max(_MIN_CAPACITY, 1 << (n - 1).bit_length() if n else 0)

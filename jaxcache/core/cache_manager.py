@@ -1,0 +1,201 @@
+"""Which blocks each request holds: looked up, allocated, named and given back, all groups together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxcache.core.block_pool import BlockPool
+from jaxcache.core.coordinator import make_coordinator
+from jaxcache.core.index import HashIndex
+from jaxcache.core.pool import NULL_BLOCK
+from jaxcache.core.request import Request, RequestStatus
+from jaxcache.core.specs import KVCacheGroup, resolve_block_sizes
+from jaxcache.core.stats import PrefixCacheStats
+
+
+@dataclass(frozen=True)
+class KVCacheBlocks:
+    """Block ids per group, int32; 0 (the null block) where none is needed."""
+
+    blocks: list[np.ndarray]
+
+    def get_block_ids(self) -> list[list[int]]:
+        return [ids.tolist() for ids in self.blocks]
+
+    @property
+    def empty(self) -> bool:
+        return not any(len(ids) for ids in self.blocks)
+
+
+class KVCacheManager:
+    """Decides for each request which cached blocks it takes over and which new ones it gets.
+
+    Blocks are named when they are handed out for writing (`allocate_slots`), so that requests planned later in the
+    same step can share them: on the device all of a step's KV is written before any of it is read. If the step
+    does not happen, `uncache` takes those names back.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVCacheGroup],
+        num_blocks: int,
+        max_model_len: int,
+        *,
+        max_num_batched_tokens: int | None = None,
+        enable_caching: bool = True,
+        hash_block_size: int | None = None,
+        watermark: float = 0.0,
+        log_stats: bool = True,
+    ) -> None:
+        """`num_blocks` includes the null block. `watermark`: the share of blocks kept free on admission."""
+        if not 0.0 <= watermark < 1.0:
+            raise ValueError(f"watermark must lie in [0, 1), got {watermark}")
+        if max_model_len <= 0:
+            raise ValueError(f"max_model_len must be positive, got {max_model_len}")
+        self.groups = tuple(groups)
+        self.enable_caching = enable_caching
+        self.max_model_len = max_model_len
+        self.scheduler_block_size, self.hash_block_size = resolve_block_sizes(self.groups, hash_block_size)
+        self.pool = BlockPool(num_blocks)
+        self.index = HashIndex(num_blocks, [g.spec.block_size for g in self.groups], self.hash_block_size)
+        self.coordinator = make_coordinator(
+            self.groups,
+            self.index,
+            enable_caching=enable_caching,
+            scheduler_block_size=self.scheduler_block_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens or max_model_len,
+        )
+        self._watermark_blocks = int(watermark * num_blocks)
+        self._log_stats = log_stats
+        self._stats = PrefixCacheStats()
+
+    @property
+    def usage(self) -> float:
+        """The share of usable blocks that requests hold, 0 to 1; blocks only kept for reuse count as free."""
+        return self.pool.usage
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """The counts since this was last called; `None` if statistics are off."""
+        if not self._log_stats:
+            return None
+        stats, self._stats = self._stats, PrefixCacheStats()
+        return stats
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        """The longest cached prefix of `request`: its blocks, and how many tokens they hold.
+
+        At least one token is left to compute, since its output is what predicts the next one. Nothing is held yet.
+        """
+        if not self.enable_caching or request.get_skip_reading_prefix_cache():
+            return KVCacheBlocks(self.coordinator.no_hits), 0
+        hit = self.coordinator.find_longest_cache_hit(request, request.num_tokens - 1)
+        if self._log_stats:
+            self._stats.record(request.num_tokens, hit.num_tokens, request.num_preemptions > 0)
+        return KVCacheBlocks(hit.blocks), hit.num_tokens
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        *,
+        delay_cache_blocks: bool = False,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+    ) -> KVCacheBlocks | None:
+        """Blocks for `num_new_tokens` more tokens, or `None`, with nothing taken, if they do not fit.
+
+        `num_new_computed_tokens`, `new_computed_blocks`: the hit that `get_computed_blocks` found.
+        `num_lookahead_tokens`: room beyond the new tokens. `delay_cache_blocks`: name nothing yet.
+        `full_sequence_must_fit`: refuse unless all tokens known so far would fit. `reserved_blocks`: free blocks
+        promised to others. `has_scheduled_reqs`: others are running, so the watermark applies to an admission.
+        Returns the new blocks, without the hit.
+        """
+        if num_new_tokens <= 0:
+            raise ValueError(f"num_new_tokens must be positive, got {num_new_tokens}")
+        name = request.request_id
+        hits = self.coordinator.no_hits if new_computed_blocks is None else new_computed_blocks.blocks
+        num_computed = min(request.num_computed_tokens + num_new_computed_tokens, self.max_model_len)
+        admission = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        watermark = self._watermark_blocks if has_scheduled_reqs and admission else 0
+
+        for removed in self.coordinator.remove_skipped(name, num_computed):
+            self.pool.release(removed)
+        num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        plan = self.coordinator.plan(name, num_slots, hits, num_computed)
+        headroom = watermark + reserved_blocks
+        if full_sequence_must_fit:
+            num_tokens = min(request.num_tokens, self.max_model_len)
+            whole = self.coordinator.plan_admission(name, num_tokens, hits, num_computed)
+            headroom = max(headroom, watermark + whole - plan.num_new)
+        ids = self.pool.acquire(plan.held_hits, plan.num_new, headroom)
+        if ids is None:
+            return None
+        self.index.evict(ids.tolist())
+        if any(len(group_hits) for group_hits in hits):
+            self.coordinator.add_hits(name, hits, num_computed)
+        new_blocks = KVCacheBlocks(self.coordinator.add_blocks(name, plan.new_blocks, ids))
+        if not delay_cache_blocks:
+            self.cache_blocks(request, min(num_computed + num_new_tokens, request.num_tokens))
+        return new_blocks
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Name the full blocks of `request`'s first `num_tokens` tokens, so that others find them."""
+        self.pool.name(self.coordinator.cache_blocks(request, num_tokens))
+
+    def uncache(self, request: Request, num_tokens: int) -> None:
+        """Take the names of `request`'s blocks past its first `num_tokens` tokens back: they were not written."""
+        for manager in self.coordinator.managers:
+            ids = manager.uncache_blocks(request.request_id, num_tokens)
+            self.pool.unname(self.index.evict(ids.tolist()))
+
+    def free(self, request: Request) -> None:
+        """Give back all that `request` holds, deepest blocks first; named ones stay findable until reused."""
+        for ids in self.coordinator.pop(request.request_id):
+            self.pool.release(ids)
+
+    def evict_blocks(self, block_ids: Sequence[int]) -> None:
+        """Take the names of `block_ids` away, without freeing them."""
+        bad = [i for i in block_ids if not NULL_BLOCK < i < self.pool.num_blocks]
+        if bad:
+            raise ValueError(f"block ids {bad} are not in [1, {self.pool.num_blocks})")
+        self.pool.unname(self.index.evict(block_ids))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content. `False`, and nothing done, while any request holds a block."""
+        if self.pool.num_free != self.pool.num_blocks - 1:
+            return False
+        self.index.clear()
+        self.pool.unname_all()
+        self._stats.reset = True
+        return True
+
+    def get_block_ids(self, request_id: str) -> list[list[int]]:
+        """The request's block table per group; 0 where it holds no block."""
+        return [ids.tolist() for ids in self.coordinator.block_ids(request_id)]
+
+    def check_invariants(self) -> None:
+        """Raise `RuntimeError`, with the numbers, where pool, index and block tables contradict each other."""
+        self.pool.check_invariants()
+        self.index.check_invariants()
+        holders = np.zeros(self.pool.num_blocks, np.int64)
+        for manager in self.coordinator.managers:
+            for table in manager.tables.values():
+                np.add.at(holders, table.ids, 1)
+        holders[NULL_BLOCK] = 0
+        ref_count, named = self.pool.ref_count(), self.pool.named()
+        wrong = np.flatnonzero(holders != ref_count)
+        if len(wrong):
+            block = wrong[0]
+            raise RuntimeError(
+                f"block {block} is held by {holders[block]} requests but counted {ref_count[block]} times"
+            )
+        in_index = np.array([self.index.is_named(i) for i in range(self.pool.num_blocks)])
+        wrong = np.flatnonzero(in_index != named)
+        if len(wrong):
+            raise RuntimeError(f"blocks {wrong[:8]} have a name in the pool or the index, but not in both")

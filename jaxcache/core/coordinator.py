@@ -1,0 +1,203 @@
+"""The groups of one model together: the longest hit that all agree on, and what a request needs in each.
+
+The coordinator decides; it never moves the pool.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxcache.core.index import HashIndex
+from jaxcache.core.managers import (
+    NO_BLOCKS,
+    FullAttentionManager,
+    SingleTypeKVCacheManager,
+    manager_class,
+)
+from jaxcache.core.request import Request
+from jaxcache.core.specs import KVCacheGroup, KVCacheSpec
+
+Hits = list[np.ndarray]
+"""Per group, the block ids of a hit, int32."""
+
+
+@dataclass(frozen=True)
+class CacheHit:
+    blocks: Hits
+    num_tokens: int
+    limiting_group: int | None = None
+    """The group that allowed no more; `None` if only the request's own length did."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an allocation needs: blocks to take in each group, and hits to hold, all groups together."""
+
+    new_blocks: list[int]
+    held_hits: np.ndarray
+
+    @property
+    def num_new(self) -> int:
+        return sum(self.new_blocks)
+
+
+class KVCacheCoordinator:
+    """What all coordinators share: one manager per group, asked in the order of the groups."""
+
+    def __init__(
+        self,
+        groups: Sequence[KVCacheGroup],
+        index: HashIndex,
+        *,
+        scheduler_block_size: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.scheduler_block_size = scheduler_block_size
+        self.managers: list[SingleTypeKVCacheManager] = [
+            manager_class(group.spec)(
+                group.spec,
+                group_id,
+                index,
+                alignment=scheduler_block_size,
+                max_model_len=max_model_len,
+                max_num_batched_tokens=max_num_batched_tokens,
+            )
+            for group_id, group in enumerate(groups)
+        ]
+
+    @property
+    def no_hits(self) -> Hits:
+        return [NO_BLOCKS] * len(self.managers)
+
+    def find_longest_cache_hit(self, request: Request, max_length: int) -> CacheHit:
+        """The longest prefix of at most `max_length` tokens that every group can serve."""
+        raise NotImplementedError
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> list[int]:
+        """Name the full blocks of the first `num_tokens` tokens. Returns the ids that got a name."""
+        return [i for manager in self.managers for i in manager.cache_blocks(request, num_tokens)]
+
+    def plan(self, request_id: str, num_tokens: int, hits: Hits, num_computed_tokens: int) -> Plan:
+        plans = [m.plan(request_id, num_tokens, h, num_computed_tokens) for m, h in zip(self.managers, hits)]
+        return Plan([new for new, _ in plans], np.concatenate([NO_BLOCKS, *(held for _, held in plans)]))
+
+    def plan_admission(self, request_id: str, num_tokens: int, hits: Hits, num_computed_tokens: int) -> int:
+        """Blocks to allocate until the whole sequence is computed."""
+        return sum(
+            m.plan_admission(request_id, num_tokens, h, num_computed_tokens) for m, h in zip(self.managers, hits)
+        )
+
+    def add_hits(self, request_id: str, hits: Hits, num_computed_tokens: int) -> None:
+        for manager, ids in zip(self.managers, hits):
+            manager.add_hits(request_id, ids, num_computed_tokens)
+
+    def add_blocks(self, request_id: str, new_blocks: list[int], ids: np.ndarray) -> Hits:
+        """Hand out freshly allocated `ids`, group after group. Returns them per group."""
+        parts = np.split(ids, np.cumsum(new_blocks)[:-1]) if new_blocks else []
+        for manager, part in zip(self.managers, parts):
+            manager.add_blocks(request_id, part)
+        return parts
+
+    def block_ids(self, request_id: str) -> Hits:
+        return [manager.block_ids(request_id) for manager in self.managers]
+
+    def remove_skipped(self, request_id: str, num_computed_tokens: int) -> Iterator[np.ndarray]:
+        """Per group, the ids of the blocks that no later token attends to, taken from the tables."""
+        for manager in self.managers:
+            yield manager.remove_skipped(request_id, num_computed_tokens)
+
+    def pop(self, request_id: str) -> Iterator[np.ndarray]:
+        """Per group, the blocks that the request held, deepest first; the request is forgotten."""
+        for manager in self.managers:
+            yield manager.pop(request_id)
+
+
+class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
+    """Caching off: nothing is hashed, looked up or named. Any number of groups, none included."""
+
+    def find_longest_cache_hit(self, request: Request, max_length: int) -> CacheHit:
+        del request, max_length
+        return CacheHit(self.no_hits, 0)
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> list[int]:
+        del request, num_tokens
+        return []
+
+
+class UnitaryKVCacheCoordinator(KVCacheCoordinator):
+    """One group: its manager decides."""
+
+    def find_longest_cache_hit(self, request: Request, max_length: int) -> CacheHit:
+        (manager,) = self.managers
+        hits = manager.find_longest_cache_hit(request, [0], max_length)
+        num_tokens = hits.shape[1] * manager.block_size
+        limited = num_tokens + manager.block_size <= max_length
+        return CacheHit([hits[0]], num_tokens, 0 if limited else None)
+
+
+class HybridKVCacheCoordinator(KVCacheCoordinator):
+    """Several groups: the longest hit that is one for each, found by shrinking it until nobody objects."""
+
+    def __init__(self, groups: Sequence[KVCacheGroup], index: HashIndex, **settings: int) -> None:
+        super().__init__(groups, index, **settings)
+        by_spec: dict[KVCacheSpec, list[int]] = {}
+        for group_id, group in enumerate(groups):
+            by_spec.setdefault(group.spec, []).append(group_id)
+        # Groups of one spec hit or miss together. Full attention first: its hits only ever need trimming.
+        self._group_ids = sorted(
+            by_spec.values(), key=lambda ids: not isinstance(self.managers[ids[0]], FullAttentionManager)
+        )
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> list[int]:
+        """Past the last multiple of the scheduler block size no hit can end, so nothing there gets a name."""
+        return super().cache_blocks(request, num_tokens // self.scheduler_block_size * self.scheduler_block_size)
+
+    def find_longest_cache_hit(self, request: Request, max_length: int) -> CacheHit:
+        """A fixed point: each kind of group cuts the hit to what it can serve, until a round cuts nothing.
+
+        A prefix of a full-attention hit is one too, so such groups are looked up once. Each further round starts
+        from a shorter hit, a multiple of the scheduler block size.
+        """
+        length, limiting = max_length, None
+        found: dict[int, np.ndarray] = {}
+        while True:
+            before = length
+            for group_ids in self._group_ids:
+                manager = self.managers[group_ids[0]]
+                if group_ids[0] in found and isinstance(manager, FullAttentionManager):
+                    continue
+                hits = manager.find_longest_cache_hit(request, group_ids, length)
+                found.update(zip(group_ids, hits))
+                served = hits.shape[1] * manager.block_size
+                if served + self.scheduler_block_size <= length:
+                    limiting = group_ids[0]
+                length = min(length, served)
+            if length == before:
+                break
+        blocks = [found[i][: length // m.block_size] for i, m in enumerate(self.managers)]
+        return CacheHit(blocks, length, limiting)
+
+
+def make_coordinator(
+    groups: Sequence[KVCacheGroup], index: HashIndex, *, enable_caching: bool, **settings: int
+) -> KVCacheCoordinator:
+    """The coordinator for `groups`: none, unitary or hybrid."""
+    if not enable_caching:
+        return KVCacheCoordinatorNoPrefixCache(groups, index, **settings)
+    if not groups:
+        raise ValueError("prefix caching needs at least one KV-cache group: switch enable_prefix_caching off")
+    kind = UnitaryKVCacheCoordinator if len(groups) == 1 else HybridKVCacheCoordinator
+    return kind(groups, index, **settings)
+
+
+__all__ = [
+    "CacheHit",
+    "HybridKVCacheCoordinator",
+    "KVCacheCoordinator",
+    "KVCacheCoordinatorNoPrefixCache",
+    "Plan",
+    "UnitaryKVCacheCoordinator",
+    "make_coordinator",
+]

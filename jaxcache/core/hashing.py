@@ -1,0 +1,196 @@
+"""Content fingerprints of token blocks, byte-identical to those of vLLM 0.25.1.
+
+    hash(block i) = H((hash(block i-1) or root, token ids, extra keys or None))
+
+`H` serialises that 3-tuple and takes a digest. The serialisers are Python's pickle protocol 5 and canonical CBOR
+(RFC 8949, section 4.2.3); the digests SHA-256 (FIPS 180-4, 32 bytes) and XXH3-128 (16 bytes, big-endian).
+"""
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import cbor2
+import xxhash
+
+BlockHash = bytes
+HashFunction = Callable[[Any], bytes]
+
+FIXED_ROOT = hashlib.sha256(b"jaxcache: root of all block hashes").digest()
+"""The root of the sha256 kinds where no seed is given, so that two processes agree."""
+
+
+def _pickled(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=5)
+
+
+def _canonical_cbor(value: Any) -> bytes:
+    return cbor2.dumps(value, canonical=True)
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+HASH_FUNCTIONS: dict[str, HashFunction] = {
+    "sha256": lambda value: _sha256(_pickled(value)),
+    "sha256_cbor": lambda value: _sha256(_canonical_cbor(value)),
+    "xxhash": lambda value: xxhash.xxh3_128_digest(_pickled(value)),
+    "xxhash_cbor": lambda value: xxhash.xxh3_128_digest(_canonical_cbor(value)),
+}
+"""xxhash is not collision-resistant against somebody who chooses the tokens; a hit is compared in full anyway."""
+
+
+def get_hash_function(name: str) -> HashFunction:
+    """The hash function called `name`; a `ValueError` for an unknown one."""
+    try:
+        return HASH_FUNCTIONS[name]
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"unknown prefix_caching_hash_algo {name!r}: choose one of {', '.join(HASH_FUNCTIONS)}"
+        ) from None
+
+
+def root_hash(algorithm: str, hash_seed: str | None = None) -> BlockHash:
+    """What stands in for the parent of a first block.
+
+    `H(seed)` for the seed string given, or for the environment's PYTHONHASHSEED where it is set. Without either,
+    `FIXED_ROOT` for the sha256 kinds, and 32 random bytes for the xxhash kinds.
+    """
+    function = get_hash_function(algorithm)
+    if hash_seed is None:
+        hash_seed = os.environ.get("PYTHONHASHSEED")
+    if hash_seed is not None:
+        if not isinstance(hash_seed, str):
+            raise ValueError(f"hash_seed must be a string, got {hash_seed!r}: write hash_seed={str(hash_seed)!r}")
+        return function(hash_seed)
+    return FIXED_ROOT if algorithm.startswith("sha256") else os.urandom(32)
+
+
+def hash_block_tokens(
+    hash_function: HashFunction,
+    parent_block_hash: BlockHash,
+    token_ids: Sequence[int],
+    extra_keys: tuple[Any, ...] | None = None,
+) -> BlockHash:
+    """The hash of one full block. `parent_block_hash` is the root for a first block."""
+    return hash_function((parent_block_hash, tuple(token_ids), extra_keys))
+
+
+class MultiModalFeature(NamedTuple):
+    """Something other than text that stands on placeholder tokens `[offset, offset + length)`."""
+
+    identifier: str
+    """Derived from the content: equal identifiers mean equal content."""
+    offset: int
+    length: int
+
+
+class ExtraKeys(NamedTuple):
+    """What besides its tokens a block's content depends on, each as its own kind.
+
+    The adapter and the salt are the request's (`Request.namespace`); they are repeated here only for hashing.
+    """
+
+    adapter: str | None
+    features: tuple[tuple[str, int], ...]
+    """(identifier, offset relative to the block's start: negative where the feature began before it)"""
+    salt: str | None
+    embeds: bytes | None
+    """SHA-256 of the prompt embeddings that fall into the block."""
+
+    def flat(self) -> tuple[Any, ...] | None:
+        """As the reference hashes them: adapter, features, salt, embeddings; `None` where there are none.
+
+        Strings and bytes are copied, so that pickle never finds one object twice and refers back to it: the hash
+        depends on their values alone. (One-character strings are single objects in CPython, here as there.)
+        """
+        keys: list[Any] = [_copy(self.adapter)] if self.adapter else []
+        keys += [(_copy(identifier), offset) for identifier, offset in self.features]
+        if self.salt:
+            keys.append(_copy(self.salt))
+        if self.embeds is not None:
+            keys.append(bytes(bytearray(self.embeds)))
+        return tuple(keys) or None
+
+
+def _copy(text: str | None) -> str:
+    return (f"{text} ")[:-1]
+
+
+def generate_block_hash_extra_keys(
+    request: Any, start: int, end: int, first_feature: int = 0
+) -> tuple[ExtraKeys | None, int]:
+    """The extra keys of `request`'s tokens `[start, end)`, and the first feature that is not finished there.
+
+    `request` has `adapter`, `cache_salt`, `features` (sorted by offset) and `embeds_digest(start, end)`.
+    `first_feature` is what the call for the block before returned.
+    """
+    features = []
+    upcoming = first_feature
+    for index in range(first_feature, len(request.features)):
+        identifier, offset, length = request.features[index]
+        if offset >= end:
+            break
+        if offset + length > start:
+            features.append((identifier, offset - start))
+        if offset + length <= end:
+            upcoming = index + 1
+    keys = ExtraKeys(
+        adapter=request.adapter,
+        features=tuple(features),
+        salt=request.cache_salt if start == 0 else None,
+        embeds=request.embeds_digest(start, end),
+    )
+    return (None if keys == _NO_KEYS else keys), upcoming
+
+
+_NO_KEYS = ExtraKeys(None, (), None, None)
+
+
+class BlockHasher(NamedTuple):
+    """Hashes the full blocks of a request that have no hash yet."""
+
+    block_size: int
+    hash_function: HashFunction
+    root: BlockHash
+
+    def __call__(self, request: Any) -> list[BlockHash]:
+        """The new hashes. `request` has `block_hashes`, `block_extra_keys` (extended here) and `num_tokens`."""
+        block_size, hash_function, _ = self
+        hashes: list[BlockHash] = []
+        parent = request.block_hashes[-1] if request.block_hashes else self.root
+        plain = not (request.adapter or request.cache_salt or request.features or request.has_embeds)
+        for start in range(
+            len(request.block_hashes) * block_size, request.num_tokens - block_size + 1, block_size
+        ):
+            end = start + block_size
+            keys = None
+            if not plain:
+                keys, request.next_feature = generate_block_hash_extra_keys(
+                    request, start, end, request.next_feature
+                )
+            request.block_extra_keys.append(keys)
+            flat = keys.flat() if keys else None
+            parent = hash_block_tokens(hash_function, parent, request.all_token_ids[start:end], flat)
+            hashes.append(parent)
+        return hashes
+
+
+def get_request_block_hasher(
+    block_size: int, algorithm: str = "sha256", hash_seed: str | None = None
+) -> BlockHasher:
+    """A hasher of blocks of `block_size` tokens."""
+    return BlockHasher(block_size, get_hash_function(algorithm), root_hash(algorithm, hash_seed))
+
+
+def block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> bytes:
+    """The key of a block of one KV-cache group: the hash, then the group as 4 bytes big-endian."""
+    return block_hash + group_id.to_bytes(4, "big")
+
+
+def external_block_hash(block_hash: BlockHash) -> int:
+    """How the outside may know a block: its hash's last 8 bytes as an unsigned big-endian integer."""
+    return int.from_bytes(block_hash[-8:], "big")

@@ -1,0 +1,279 @@
+"""One class per kind of attention: which blocks a hit needs, which can be dropped, which deserve a name.
+
+A manager serves one KV-cache group. It keeps each running request's block table and plans; the pool is moved once
+for all groups together, by the cache manager.
+"""
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from jaxcache.core.index import HashIndex
+from jaxcache.core.pool import NULL_BLOCK
+from jaxcache.core.request import Request
+from jaxcache.core.specs import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+
+NO_BLOCKS = np.zeros(0, np.int32)
+SpecT = TypeVar("SpecT", bound=KVCacheSpec)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class BlockTable:
+    """The block ids of one request in one group, in token order; it only grows."""
+
+    __slots__ = ("_ids", "num_blocks")
+
+    def __init__(self) -> None:
+        self._ids = np.zeros(8, np.int32)
+        self.num_blocks = 0
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int32 [num_blocks], a view: `NULL_BLOCK` where the request holds no block."""
+        return self._ids[: self.num_blocks]
+
+    def extend(self, ids: np.ndarray) -> None:
+        end = self.num_blocks + len(ids)
+        if end > len(self._ids):
+            grown = np.zeros(max(end, 2 * len(self._ids)), np.int32)
+            grown[: self.num_blocks] = self.ids
+            self._ids = grown
+        self._ids[self.num_blocks : end] = ids
+        self.num_blocks = end
+
+
+class SingleTypeKVCacheManager(Generic[SpecT]):
+    """What all kinds share. Subclasses say which blocks a hit needs and which are skipped."""
+
+    def __init__(
+        self,
+        spec: SpecT,
+        group_id: int,
+        index: HashIndex,
+        *,
+        alignment: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        """`alignment`: hits end at multiples of this many tokens (the scheduler block size)."""
+        self.spec = spec
+        self.group_id = group_id
+        self.block_size = spec.block_size
+        self._index = index
+        self._alignment = alignment
+        self._max_model_len = max_model_len
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self.tables: dict[str, BlockTable] = {}
+        self.num_cached_blocks: dict[str, int] = {}
+        """Leading blocks of each tracked request that have been offered to the index."""
+
+    # What a hit needs
+
+    def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
+        """The blocks of the longest hit of at most `max_length` tokens that all of `group_ids` hold.
+
+        The groups have this manager's spec. int32 [len(group_ids), blocks], `NULL_BLOCK` where none is needed; the
+        hit ends at a multiple of the alignment.
+        """
+        raise NotImplementedError
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Leading tokens that the next token does not attend to."""
+        del num_computed_tokens
+        return 0
+
+    def max_admission_blocks(self) -> int | None:
+        """Blocks that a request holds at most, however long it is; `None` if that grows with its length."""
+        return None
+
+    def cacheable(self, start: int, stop: int) -> np.ndarray | None:
+        """Which blocks of `[start, stop)` can ever be part of a hit, bool; `None` for all."""
+        del start, stop
+        return None
+
+    # What a request holds
+
+    def block_ids(self, request_id: str) -> np.ndarray:
+        table = self.tables.get(request_id)
+        return NO_BLOCKS if table is None else table.ids
+
+    def plan(
+        self, request_id: str, num_tokens: int, hits: np.ndarray, num_computed_tokens: int
+    ) -> tuple[int, np.ndarray]:
+        """What `num_tokens` tokens need: (blocks to allocate, hits to hold).
+
+        `num_computed_tokens` counts the hits. Hits that are already behind the window are not held.
+        """
+        required = ceil_div(num_tokens, self.block_size)
+        held = len(self.block_ids(request_id))
+        if request_id in self.num_cached_blocks:
+            return max(required - held, 0), NO_BLOCKS
+        skipped = self.num_skipped_tokens(num_computed_tokens) // self.block_size
+        wanted = hits[max(0, skipped - held) :]
+        return max(required - max(skipped, len(hits) + held), 0), wanted[wanted != NULL_BLOCK]
+
+    def plan_admission(self, request_id: str, num_tokens: int, hits: np.ndarray, num_computed_tokens: int) -> int:
+        """Blocks to allocate until all `num_tokens` are computed; one recycled on the way counts once."""
+        cap = self.max_admission_blocks()
+        if cap is not None:
+            num_tokens = min(num_tokens, cap * self.block_size)
+        return self.plan(request_id, num_tokens, hits, num_computed_tokens)[0]
+
+    def add_hits(self, request_id: str, hits: np.ndarray, num_computed_tokens: int) -> None:
+        """Begin the request's table with its hits, which have been touched."""
+        table = self.tables.setdefault(request_id, BlockTable())
+        skipped = self.num_skipped_tokens(num_computed_tokens) // self.block_size
+        table.extend(np.full(skipped, NULL_BLOCK, np.int32))
+        table.extend(hits[skipped:])
+        self.num_cached_blocks[request_id] = table.num_blocks
+
+    def add_blocks(self, request_id: str, ids: np.ndarray) -> None:
+        self.tables.setdefault(request_id, BlockTable()).extend(ids)
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> list[int]:
+        """Name the blocks of the first `num_tokens` tokens that are full. Returns the ids that got a name."""
+        start = self.num_cached_blocks.get(request.request_id, 0)
+        stop = num_tokens // self.block_size
+        if start >= stop:
+            return []
+        ids = self.block_ids(request.request_id)[start:stop]
+        mask = self.cacheable(start, stop)
+        if mask is not None:
+            ids = np.where(mask, ids, NULL_BLOCK)
+        self.num_cached_blocks[request.request_id] = stop
+        return self._index.insert(request, self.group_id, start, ids.tolist())
+
+    def uncache_blocks(self, request_id: str, num_tokens: int) -> np.ndarray:
+        """Forget that blocks past the first `num_tokens` tokens were named. Returns the ids of those blocks."""
+        keep = num_tokens // self.block_size
+        cached = self.num_cached_blocks.get(request_id, 0)
+        if cached <= keep:
+            return NO_BLOCKS
+        self.num_cached_blocks[request_id] = keep
+        ids = self.block_ids(request_id)[keep:cached]
+        return ids[ids != NULL_BLOCK]
+
+    def remove_skipped(self, request_id: str, num_computed_tokens: int) -> np.ndarray:
+        """Drop the blocks behind the window from the table. Returns their ids, deepest first."""
+        skipped = self.num_skipped_tokens(num_computed_tokens) // self.block_size
+        ids = self.block_ids(request_id)[:skipped]
+        # What is null already was dropped before, and so was everything left of it.
+        nulls = np.flatnonzero(ids == NULL_BLOCK)
+        ids = ids[nulls[-1] + 1 if len(nulls) else 0 :]
+        removed = ids[::-1].copy()
+        ids[:] = NULL_BLOCK
+        return removed
+
+    def pop(self, request_id: str) -> np.ndarray:
+        """Forget the request. Returns the blocks that it held, deepest first."""
+        table = self.tables.pop(request_id, None)
+        self.num_cached_blocks.pop(request_id, None)
+        if table is None:
+            return NO_BLOCKS
+        ids = table.ids[::-1]
+        return ids[ids != NULL_BLOCK]
+
+
+class FullAttentionManager(SingleTypeKVCacheManager[FullAttentionSpec]):
+    """A hit is a run of blocks from the first token on. Nothing is ever skipped."""
+
+    def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
+        hits = self._index.match(request, group_ids, 0, max_length // self.block_size)
+        aligned = hits.shape[1] * self.block_size // self._alignment * self._alignment
+        return hits[:, : aligned // self.block_size]
+
+
+class SlidingWindowManager(SingleTypeKVCacheManager[SlidingWindowSpec]):
+    """A hit needs only the blocks that the window of the next token reaches back to."""
+
+    @property
+    def _window_blocks(self) -> int:
+        return ceil_div(self.spec.sliding_window - 1, self.block_size)
+
+    def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
+        num_blocks = max_length // self.block_size
+        found = np.full((len(group_ids), num_blocks), NULL_BLOCK, np.int32)
+        run = 0
+        for position in reversed(range(num_blocks)):
+            blocks = self._index.find(request, group_ids, position)
+            if blocks is None:
+                run = 0
+                continue
+            if run == 0 and (position + 1) * self.block_size % self._alignment:
+                continue
+            found[:, position] = blocks
+            run += 1
+            if run >= self._window_blocks:
+                return found[:, : position + run]
+        # A run from the very first token needs nothing before it.
+        aligned = run * self.block_size // self._alignment * self._alignment
+        return found[:, : aligned // self.block_size]
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - self.spec.sliding_window + 1)
+
+    def max_admission_blocks(self) -> int:
+        in_flight = self.spec.sliding_window - 1 + self._max_num_batched_tokens
+        return ceil_div(min(in_flight, self._max_model_len), self.block_size) + 1
+
+    def cacheable(self, start: int, stop: int) -> np.ndarray | None:
+        """Hits end at multiples of the alignment, so only the last blocks before each can be part of one."""
+        per_segment = self._alignment // self.block_size
+        if self._window_blocks >= per_segment:
+            return None
+        return np.arange(start, stop) % per_segment >= per_segment - self._window_blocks
+
+
+class ChunkedLocalAttentionManager(SingleTypeKVCacheManager[ChunkedLocalAttentionSpec]):
+    """A hit needs only the blocks of the chunk that the next token is in."""
+
+    def __init__(
+        self, spec: ChunkedLocalAttentionSpec, group_id: int, index: HashIndex, *, alignment: int, **limits: int
+    ) -> None:
+        if alignment != spec.block_size:
+            raise ValueError(
+                f"chunked local attention has blocks of {spec.block_size} tokens beside groups that make hits "
+                f"multiples of {alignment}: give all groups one block size"
+            )
+        super().__init__(spec, group_id, index, alignment=alignment, **limits)
+
+    def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
+        first = self._chunk_start(max_length) // self.block_size
+        run = self._index.match(request, group_ids, first, max_length // self.block_size)
+        nulls = np.full((len(group_ids), first), NULL_BLOCK, np.int32)
+        return np.concatenate([nulls, run], axis=1)
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return self._chunk_start(num_computed_tokens)
+
+    def max_admission_blocks(self) -> int:
+        in_flight = self.spec.attention_chunk_size + self._max_num_batched_tokens
+        return ceil_div(min(in_flight, self._max_model_len), self.block_size)
+
+    def _chunk_start(self, num_tokens: int) -> int:
+        return num_tokens // self.spec.attention_chunk_size * self.spec.attention_chunk_size
+
+
+MANAGERS: dict[type[KVCacheSpec], type[SingleTypeKVCacheManager]] = {
+    FullAttentionSpec: FullAttentionManager,
+    SlidingWindowSpec: SlidingWindowManager,
+    ChunkedLocalAttentionSpec: ChunkedLocalAttentionManager,
+}
+
+
+def manager_class(spec: KVCacheSpec) -> type[SingleTypeKVCacheManager]:
+    """The manager for `spec`; a `ValueError` for a kind without one."""
+    try:
+        return MANAGERS[type(spec)]
+    except KeyError:
+        known = ", ".join(kind.__name__ for kind in MANAGERS)
+        raise ValueError(f"no manager keeps blocks for {type(spec).__name__}: known are {known}") from None

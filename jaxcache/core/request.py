@@ -1,0 +1,205 @@
+"""One request as the cache sees it: its tokens, what else its content depends on, and how far it got."""
+
+import enum
+import hashlib
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxcache.core.hashing import BlockHash, BlockHasher, ExtraKeys, MultiModalFeature
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"
+
+    @property
+    def finished(self) -> bool:
+        return self.name.startswith("FINISHED")
+
+
+def pack_token_ids(token_ids: Iterable[int], vocab_size: int | None = None, what: str = "prompt") -> array:
+    """Token ids of any integer container as one `array('i')`.
+
+    A `ValueError` for anything that is not an integer (bools included) or not in `[0, vocab_size)`.
+    """
+    if hasattr(token_ids, "dtype"):
+        packed = _pack_array(np.asarray(token_ids), what)
+    else:
+        packed = _pack_sequence(list(token_ids), what)
+    view = np.frombuffer(packed, np.int32)
+    limit = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
+    if len(view) and (view.min() < 0 or view.max() >= limit):
+        at = int(np.argmax((view < 0) | (view >= limit)))
+        raise ValueError(f"{what} token {at} is {view[at]}: token ids must lie in [0, {limit})")
+    return packed
+
+
+def _pack_array(values: np.ndarray, what: str) -> array:
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ValueError(
+            f"{what} must be a one-dimensional array of integers, got shape {values.shape} of {values.dtype}"
+        )
+    if len(values) and (values.min() < 0 or values.max() > MAX_TOKEN_ID):
+        at = int(np.argmax((values < 0) | (values > MAX_TOKEN_ID)))
+        raise ValueError(f"{what} token {at} is {values[at]}: token ids must lie in [0, {MAX_TOKEN_ID + 1})")
+    packed = array("i")
+    packed.frombytes(np.ascontiguousarray(values, np.int32).tobytes())
+    return packed
+
+
+def _pack_sequence(values: list[Any], what: str) -> array:
+    try:
+        packed = array("i", values)
+    except (TypeError, OverflowError):
+        at, value = next((i, v) for i, v in enumerate(values) if not _is_token_id(v))
+        raise ValueError(
+            f"{what} token {at} is {value!r}: token ids must be integers in [0, {MAX_TOKEN_ID + 1})"
+        ) from None
+    # `array` takes True for 1: only ids 0 and 1 can have been bools.
+    for at in np.flatnonzero(np.frombuffer(packed, np.int32) <= 1).tolist():
+        if isinstance(values[at], bool | np.bool_):
+            raise ValueError(f"{what} token {at} is {values[at]!r}: token ids must be integers, not bools")
+    return packed
+
+
+def _is_token_id(value: Any) -> bool:
+    integral = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return integral and 0 <= int(value) <= MAX_TOKEN_ID
+
+
+class Request:
+    """Tokens, identity and progress of one request. Made once, then changed only by scheduler and engine.
+
+    A block is shared only between requests of equal `namespace` (adapter and salt) whose tokens, features and
+    embeddings are equal from the start up to the block's end.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Iterable[int] | None = None,
+        *,
+        max_tokens: int = 16,
+        adapter: str | None = None,
+        features: Sequence[MultiModalFeature] = (),
+        cache_salt: str | None = None,
+        prompt_embeds: np.ndarray | None = None,
+        prompt_logprobs: int | None = None,
+        pooling: str | None = None,
+        skip_reading_prefix_cache: bool | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        vocab_size: int | None = None,
+        block_hasher: BlockHasher | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_embeds = prompt_embeds
+        if prompt_token_ids is None:
+            if prompt_embeds is None:
+                raise ValueError("a request needs prompt_token_ids or prompt_embeds")
+            prompt_token_ids = np.zeros(len(prompt_embeds), np.int32)
+        self.all_token_ids = pack_token_ids(prompt_token_ids, vocab_size)
+        self.num_prompt_tokens = len(self.all_token_ids)
+        if not self.num_prompt_tokens:
+            raise ValueError("the prompt is empty: give at least one token")
+        self.vocab_size = vocab_size
+        self.max_tokens = max_tokens
+        self.adapter = adapter
+        self.features = tuple(features)
+        self.cache_salt = cache_salt or None
+        self.prompt_logprobs = prompt_logprobs
+        self.pooling = pooling
+        self._skip_reading = skip_reading_prefix_cache
+        self.priority = priority
+        self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
+
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_cached_tokens: int | None = None
+        """Tokens taken from the cache when it was first admitted; `None` until then."""
+        self.num_preemptions = 0
+        self.error: str | None = None
+
+        self.block_hashes: list[BlockHash] = []
+        self.block_extra_keys: list[ExtraKeys | None] = []
+        self.next_feature = 0
+        self.records: dict[int, list[Any]] = {}
+        """The index's exact records of this request's blocks, by block size (`core.index`)."""
+        self._block_hasher = block_hasher
+        self.update_block_hashes()
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.all_token_ids[: self.num_prompt_tokens].tolist()
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.all_token_ids[self.num_prompt_tokens :].tolist()
+
+    @property
+    def namespace(self) -> tuple[str | None, str | None]:
+        """Requests of different namespaces never share a block."""
+        return (self.adapter, self.cache_salt)
+
+    @property
+    def has_embeds(self) -> bool:
+        return self.prompt_embeds is not None
+
+    def embeds_digest(self, start: int, end: int) -> bytes | None:
+        """SHA-256 of the bytes of the prompt embeddings of tokens `[start, end)`; `None` without embeddings."""
+        if self.prompt_embeds is None:
+            return None
+        return hashlib.sha256(np.ascontiguousarray(self.prompt_embeds[start:end]).tobytes()).digest()
+
+    def append_output_token_ids(self, token_ids: int | Iterable[int]) -> None:
+        """Append generated tokens; blocks that became full get their hash."""
+        if isinstance(token_ids, int):
+            self.all_token_ids.append(token_ids)
+        else:
+            self.all_token_ids.extend(pack_token_ids(token_ids, self.vocab_size, "output"))
+        self.update_block_hashes()
+
+    def update_block_hashes(self) -> None:
+        """Hash the full blocks that have no hash yet. Without a hasher there are none."""
+        if self._block_hasher is not None:
+            self.block_hashes += self._block_hasher(self)
+
+    def get_skip_reading_prefix_cache(self) -> bool:
+        """Whether every prompt position must be computed, so that nothing may be taken from the cache.
+
+        What the request says; else prompt logprobs and pooling over all tokens need it.
+        """
+        if self._skip_reading is not None:
+            return self._skip_reading
+        return self.prompt_logprobs is not None or self.pooling in ("mean", "all")
+
+    def __lt__(self, other: "Request") -> bool:
+        """The order of priority scheduling: smaller priority first, then arrival, then id."""
+        mine = (self.priority, self.arrival_time, self.request_id)
+        return mine < (other.priority, other.arrival_time, other.request_id)
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.value}, {self.num_computed_tokens} of "
+            f"{self.num_tokens} tokens computed)"
+        )

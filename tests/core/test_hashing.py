@@ -1,0 +1,191 @@
+"""Block hashes against recorded values of the reference."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxcache.core.hashing import (
+    FIXED_ROOT,
+    HASH_FUNCTIONS,
+    BlockHasher,
+    ExtraKeys,
+    MultiModalFeature,
+    block_hash_with_group_id,
+    external_block_hash,
+    generate_block_hash_extra_keys,
+    get_hash_function,
+    get_request_block_hasher,
+    hash_block_tokens,
+    root_hash,
+)
+from jaxcache.core.request import Request
+
+pytestmark = pytest.mark.core
+RECORDED = json.loads(gzip.decompress((Path(__file__).parents[1] / "data/hashes.json.gz").read_bytes()))
+FIXED = bytes.fromhex(RECORDED["fixed_none_hash"])
+GROUPS = sorted({(v["algo"], v["none_hash"], v["block_size"]) for v in RECORDED["vectors"]})
+
+
+def make_request(vector: dict, hasher: BlockHasher, tokens: list[int]) -> Request:
+    spec = vector["extras_spec"]
+    return Request(
+        "r",
+        tokens,
+        adapter=spec.get("lora_name", "my-lora" if spec.get("lora") else None),
+        features=[MultiModalFeature(*feature) for feature in spec.get("mm", [])],
+        cache_salt=spec.get("salt"),
+        block_hasher=hasher,
+    )
+
+
+@pytest.mark.parametrize(("algorithm", "root", "block_size"), GROUPS)
+def test_every_recorded_hash(algorithm, root, block_size):
+    function = get_hash_function(algorithm)
+    hasher = BlockHasher(block_size, function, FIXED if root == "fixed" else root_hash(algorithm, "0"))
+    vectors = [
+        v
+        for v in RECORDED["vectors"]
+        if (v["algo"], v["none_hash"], v["block_size"]) == (algorithm, root, block_size)
+    ]
+    assert vectors
+    for vector in vectors:
+        tokens = RECORDED["about"]["seqs"][vector["seq"]]
+        request = make_request(vector, hasher, tokens)
+        assert [h.hex() for h in request.block_hashes] == vector["hashes"], vector["extras"]
+        keys = [k and [list(x) if isinstance(x, tuple) else x for x in k.flat()] for k in request.block_extra_keys]
+        assert keys == vector["extra_keys_per_block"], vector["extras"]
+
+        grown = make_request(vector, hasher, tokens[: len(tokens) // 2])
+        for token in tokens[len(tokens) // 2 :]:
+            grown.append_output_token_ids(token)
+        assert grown.block_hashes == request.block_hashes
+
+
+def test_the_recording_is_whole():
+    assert sum(len(v["hashes"]) for v in RECORDED["vectors"]) == 3144
+
+
+@pytest.mark.parametrize("algorithm", HASH_FUNCTIONS)
+def test_root_from_a_seed(algorithm, monkeypatch):
+    for seed, roots in RECORDED["none_hash_by_seed"].items():
+        seed = seed[1:-1]
+        assert root_hash(algorithm, seed).hex() == roots[algorithm]
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        assert root_hash(algorithm).hex() == roots[algorithm]
+        assert root_hash(algorithm, "another") != root_hash(algorithm)
+
+
+def test_root_without_a_seed(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert root_hash("sha256") == root_hash("sha256_cbor") == FIXED_ROOT
+    assert root_hash("xxhash") != root_hash("xxhash")
+    assert len(root_hash("xxhash")) == 32
+
+
+@pytest.mark.parametrize("sample", RECORDED["serialised_samples"], ids=lambda s: s["name"])
+def test_serialised_bytes(sample):
+    import cbor2
+
+    from jaxcache.core import hashing
+
+    value = eval(sample["repr"])
+    assert hashing._pickled(value).hex() == sample["pickle5_hex"]
+    assert cbor2.dumps(value, canonical=True).hex() == sample["cbor_hex"]
+
+
+def test_prompt_embeddings():
+    recorded = RECORDED["prompt_embeds"]
+    embeds = np.arange(80, dtype=np.float32).reshape(40, 2)
+    hasher = BlockHasher(4, get_hash_function("sha256"), FIXED)
+    request = Request("r", prompt_embeds=embeds, block_hasher=hasher)
+    assert [h.hex() for h in request.block_hashes] == recorded["hashes"]
+    assert request.block_extra_keys[0].embeds.hex() == recorded["extra_key_block0_hex"]
+    changed = Request("r", prompt_embeds=embeds + np.eye(40, 2, -20, np.float32), block_hasher=hasher)
+    assert changed.block_hashes[:5] == request.block_hashes[:5]
+    assert changed.block_hashes[5] != request.block_hashes[5]
+
+
+def test_group_keys_and_external_ids():
+    for row in RECORDED["group_id"]:
+        assert block_hash_with_group_id(bytes.fromhex(row["hash"]), row["group"]).hex() == row["key"]
+    for row in RECORDED["external_int_hash"]:
+        assert external_block_hash(bytes.fromhex(row["hash"])) == int(row["int64_low_be"])
+
+
+@pytest.mark.parametrize("algorithm", HASH_FUNCTIONS)
+def test_hashes_depend_on_values_and_not_on_objects(algorithm):
+    name = "shared-object"
+    copy = "".join(list(name))
+    assert name is not copy
+    hasher = get_request_block_hasher(4, algorithm, "0")
+    same = Request("a", range(8), adapter=name, cache_salt=name, block_hasher=hasher)
+    distinct = Request("b", range(8), adapter=name, cache_salt=copy, block_hasher=hasher)
+    assert same.block_hashes == distinct.block_hashes
+    twice = [MultiModalFeature(name, 0, 2), MultiModalFeature(name, 2, 2)]
+    copies = [MultiModalFeature(name, 0, 2), MultiModalFeature(copy, 2, 2)]
+    hashes = [Request("c", range(8), features=f, block_hasher=hasher).block_hashes for f in (twice, copies)]
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_processes_agree_whatever_pythonhashseed_does_to_hash(algorithm):
+    code = (
+        "from jaxcache.core.request import Request\n"
+        "from jaxcache.core.hashing import get_request_block_hasher\n"
+        f"hasher = get_request_block_hasher(4, {algorithm!r}, 'seed')\n"
+        "print(Request('r', range(8), cache_salt='s', block_hasher=hasher).block_hashes[-1].hex())"
+    )
+    import os
+
+    answers = set()
+    for seed in (None, "0", "1"):
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
+        env |= {"PYTHONHASHSEED": seed} if seed else {}
+        answers.add(
+            subprocess.run(
+                [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+            ).stdout
+        )
+    assert len(answers) == 1
+
+
+def test_no_two_of_many_similar_blocks_share_a_hash():
+    for algorithm in HASH_FUNCTIONS:
+        function = get_hash_function(algorithm)
+        blocks = [(a, b, 1, 2) for a in range(200) for b in range(50)]
+        keys = {hash_block_tokens(function, FIXED, block) for block in blocks}
+        keys |= {hash_block_tokens(function, FIXED, (1, 2, 3, 4), extra) for extra in (None, (), ("",), ("a",))}
+        assert len(keys) == len(blocks) + 4
+
+
+def test_features_of_a_block_and_the_next_one():
+    """An image of [0, 4) belongs to block 0 alone, one of [2, 11) to blocks 0, 1 and 2."""
+    request = Request("r", range(16), features=[MultiModalFeature("a", 0, 4), MultiModalFeature("b", 6, 5)])
+    keys, upcoming = generate_block_hash_extra_keys(request, 0, 4)
+    assert (keys.features, upcoming) == ((("a", 0),), 1)
+    keys, upcoming = generate_block_hash_extra_keys(request, 4, 8, upcoming)
+    assert (keys.features, upcoming) == ((("b", 2),), 1)
+    keys, upcoming = generate_block_hash_extra_keys(request, 8, 12, upcoming)
+    assert (keys.features, upcoming) == ((("b", -2),), 2)
+    assert generate_block_hash_extra_keys(request, 12, 16, upcoming) == (None, 2)
+    assert generate_block_hash_extra_keys(request, 0, 16) == (ExtraKeys(None, (("a", 0), ("b", 6)), None, None), 2)
+
+
+def test_unknown_algorithm():
+    with pytest.raises(
+        ValueError, match="unknown prefix_caching_hash_algo 'md5': choose one of sha256, sha256_cbor"
+    ):
+        get_hash_function("md5")
+    with pytest.raises(ValueError, match=r"hash_seed must be a string, got 0: write hash_seed='0'"):
+        root_hash("sha256", 0)
+
+
+def test_without_a_hasher_nothing_is_hashed():
+    request = Request("r", range(64))
+    request.append_output_token_ids(list(range(16)))
+    assert request.block_hashes == []

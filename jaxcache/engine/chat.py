@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 def apply_chat_template(
     template: str | None,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Any,
     *,
     add_generation_prompt: bool = True,
     bos_token: str = "",
@@ -28,7 +28,8 @@ def apply_chat_template(
     documents: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """The prompt for `messages` (each has a `role`, most a `content`), as the Jinja source `template` has it.
+    """The prompt for `messages`, a list of mappings (each has a `role`, most a `content`), by the Jinja source
+    `template`.
 
     `add_generation_prompt`: end with the beginning of an answer. `variables` are passed to the template, for
     what only some models know (`enable_thinking=False`). The result has every special token in it: encode it

@@ -201,9 +201,9 @@ def _keep_heaviest(
 
 
 def _order(x: Array) -> Array:
-    """float32 to int32 such that order is kept; 0.0 becomes 0."""
+    """float32 to int32 such that order is kept; both zeros become 0."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    return jnp.where(bits < 0, jnp.iinfo(jnp.int32).min - bits, bits)
 
 
 def _gumbel(inputs: SamplingInputs, vocab_size: int) -> Float[Array, "S V"]:

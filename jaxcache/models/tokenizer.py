@@ -121,8 +121,6 @@ class Tokenizer(TextTokenizer):
         vLLM and transformers, since chat templates rely on it; turn it off for text from strangers that must not
         be able to end a turn.
         """
-        if not isinstance(text, str):
-            raise ValueError(f"text to encode must be a str, got {type(text).__name__}")
         tokenizer = self._tokenizer if allow_special else self._plain_text_tokenizer
         try:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -21,6 +21,8 @@ _SHIFTED = [byte for byte in range(256) if byte not in set(_PLAIN)]
 BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PLAIN} | {chr(256 + i): b for i, b in enumerate(_SHIFTED)}
 """Byte-level BPE writes a byte as one printable character: printable bytes as they are, the rest from 256 up."""
 
+_HALF_SURROGATE = "text to encode holds half of a surrogate pair, which is no character"
+
 
 class TextTokenizer(ABC):
     """What the engine needs to know about a vocabulary."""
@@ -125,7 +127,7 @@ class Tokenizer(TextTokenizer):
         try:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
-            raise ValueError("text to encode holds half of a surrogate pair, which is no character") from error
+            raise ValueError(_HALF_SURROGATE) from error
 
     @cached_property
     def _plain_text_tokenizer(self) -> tokenizers.Tokenizer:
@@ -172,7 +174,10 @@ class ByteTokenizer(TextTokenizer):
         return frozenset({256})
 
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
-        return list(text.encode())
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError as error:
+            raise ValueError(_HALF_SURROGATE) from error
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if 0 <= token_id < 256 else b""

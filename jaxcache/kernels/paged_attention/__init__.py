@@ -1,0 +1,5 @@
+"""Attention of a step's query rows over their sequences' KV blocks."""
+
+from jaxcache.kernels.paged_attention.api import paged_attention
+
+__all__ = ["paged_attention"]

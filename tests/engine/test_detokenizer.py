@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcache.engine.detokenizer import Detokenizer, StopChecker
-from jaxcache.engine.tokenizer import ByteTokenizer
 from jaxcache.models.loading import find_model, read_gguf
 from jaxcache.models.loading.gguf_tokenizer import build_tokenizer
+from jaxcache.models.tokenizer import ByteTokenizer
 
 SPM = json.loads((Path(__file__).parents[1] / "data" / "spm_bpe.json").read_text())
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxcache.engine.tokenizer import ByteTokenizer, Tokenizer
 from jaxcache.models.loading import find_model, read_gguf
 from jaxcache.models.loading.gguf_tokenizer import build_tokenizer
-from jaxcache.models.tokenizer import BYTE_OF_CHARACTER
+from jaxcache.models.tokenizer import BYTE_OF_CHARACTER, ByteTokenizer, Tokenizer
 
 SPM = json.loads((Path(__file__).parents[1] / "data" / "spm_bpe.json").read_text())
 

@@ -3,33 +3,10 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from model_files import CONFIG, write_folder
 from safetensors.numpy import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jaxcache.models.loading import read_huggingface
-
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "eos_token_id": 259, "bos_token_id": 256}
-
-
-def write_tokenizer(folder):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>", "<end>", "<other>")])
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def write_folder(folder, tensors=None, **files):
-    """A model folder; `files` by name without `.json` hold what goes in them, None leaves a file out."""
-    folder.mkdir(exist_ok=True)
-    contents = {"config": CONFIG, "tokenizer_config": {"bos_token": "<s>", "eos_token": "</s>"}, **files}
-    for name, value in contents.items():
-        if value is not None:
-            (folder / f"{name}.json").write_text(json.dumps(value))
-    write_tokenizer(folder)
-    save_file({"a": np.ones((2, 3), np.float32)} if tensors is None else tensors, folder / "model.safetensors")
-    return folder
 
 
 def test_everything_is_read(tmp_path):

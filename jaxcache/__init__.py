@@ -1,3 +1,35 @@
 """Prefix caching for language-model inference in JAX."""
 
+from jaxcache.core import pool
+from jaxcache.core.config import CacheConfig, SchedulerConfig
+from jaxcache.engine.engine import Engine
+from jaxcache.engine.outputs import Completion, Delta, RequestOutput
+from jaxcache.engine.prefix_cache import CachedSequence, CacheFull, PrefixCache, init_kv
+from jaxcache.engine.sampling_params import SamplingParams
+from jaxcache.engine.step_inputs import Buckets
+from jaxcache.kernels.kv_write import write_kv
+from jaxcache.kernels.layout import KVCache
+from jaxcache.kernels.paged_attention import paged_attention
+from jaxcache.kernels.step import StepInputs
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Buckets",
+    "CacheConfig",
+    "CacheFull",
+    "CachedSequence",
+    "Completion",
+    "Delta",
+    "Engine",
+    "KVCache",
+    "PrefixCache",
+    "RequestOutput",
+    "SamplingParams",
+    "SchedulerConfig",
+    "StepInputs",
+    "init_kv",
+    "paged_attention",
+    "pool",
+    "write_kv",
+]

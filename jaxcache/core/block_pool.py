@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ _unname = jax.jit(pool.unname, donate_argnums=0)
 _unname_all = jax.jit(pool.unname_all, donate_argnums=0)
 
 
-def host_device() -> jax.Device:
+def host_device() -> Any:
     """The CPU that the host side's state lives on, beside whatever accelerator computes."""
     try:
         return jax.local_devices(backend="cpu")[0]

@@ -67,6 +67,8 @@ class KVCacheManager:
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens or max_model_len,
         )
+        self.num_evicted_blocks = 0
+        """Named blocks that were taken for other content, since the start."""
         self._watermark_blocks = int(watermark * num_blocks)
         self._log_stats = log_stats
         self._stats = PrefixCacheStats()
@@ -136,13 +138,17 @@ class KVCacheManager:
         ids = self.pool.acquire(plan.held_hits, plan.num_new, headroom)
         if ids is None:
             return None
-        self.index.evict(ids.tolist())
+        self.num_evicted_blocks += len(self.index.evict(ids.tolist()))
         if any(len(group_hits) for group_hits in hits):
             self.coordinator.add_hits(name, hits, num_computed)
         new_blocks = KVCacheBlocks(self.coordinator.add_blocks(name, plan.new_blocks, ids))
         if not delay_cache_blocks:
             self.cache_blocks(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a request of `num_tokens` tokens takes with nothing cached, all groups together."""
+        return self.coordinator.plan_admission("", num_tokens, self.coordinator.no_hits, 0)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Name the full blocks of `request`'s first `num_tokens` tokens, so that others find them."""

@@ -1,0 +1,216 @@
+"""What to compute in each step: one token budget for prompts and for generation alike."""
+
+from dataclasses import dataclass, field
+
+from jaxcache.core.cache_manager import KVCacheManager
+from jaxcache.core.config import SchedulerConfig
+from jaxcache.core.queue import make_queue
+from jaxcache.core.request import Request, RequestStatus
+from jaxcache.core.stats import PrefixCacheStats
+
+
+@dataclass(frozen=True)
+class ScheduledTokens:
+    """Tokens `[start, stop)` of one request."""
+
+    request: Request
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the last known token, so that its output predicts a new one."""
+        return self.stop == self.request.num_tokens
+
+
+@dataclass
+class StepPlan:
+    """One step: what is computed, and what happened to requests on the way."""
+
+    budget: int
+    """Tokens that may still be added."""
+    scheduled: list[ScheduledTokens] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    refused: list[Request] = field(default_factory=list)
+    """Requests that can never fit; their `error` says why."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.scheduled)
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        start = request.num_computed_tokens
+        self.scheduled.append(ScheduledTokens(request, start, start + num_tokens))
+        self.budget -= num_tokens
+
+    def remove(self, request: Request) -> None:
+        """Take a request out again, if it is in."""
+        for entry in self.scheduled:
+            if entry.request is request:
+                self.scheduled.remove(entry)
+                self.budget += entry.num_tokens
+                return
+
+
+class Scheduler:
+    """Plans steps and keeps each request's state. It never runs anything.
+
+    `schedule` plans a step; then `commit` says that it was computed, or `abandon` that it was not. A request's
+    blocks are given back when it finishes, is aborted or is preempted, whichever comes first.
+    """
+
+    def __init__(self, kv: KVCacheManager, config: SchedulerConfig) -> None:
+        self.kv = kv
+        self.config = config
+        self.waiting = make_queue(config.policy)
+        self.running: list[Request] = []
+        self.requests: dict[str, Request] = {}
+        self.stats = PrefixCacheStats()
+        """Each admission once, unlike the cache manager's own, which count every look-up."""
+        self.num_preemptions = 0
+
+    # Requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """Queue `request`; a `ValueError` if it is too long ever to be computed, or its id is in use."""
+        if request.request_id in self.requests:
+            raise ValueError(f"request id {request.request_id!r} is in use: give each request its own")
+        if request.num_tokens >= self.kv.max_model_len:
+            raise ValueError(
+                f"the prompt has {request.num_tokens} tokens, but prompt and output together may have "
+                f"{self.kv.max_model_len}: shorten it, or raise max_model_len"
+            )
+        if reason := self._never_fits(request):
+            raise ValueError(reason)
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def finish(self, request: Request, status: RequestStatus) -> None:
+        """End `request`: its blocks are given back, those with a name staying findable. Twice is once."""
+        if self.requests.pop(request.request_id, None) is None:
+            return
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self.kv.free(request)
+        else:
+            self.waiting.remove(request)
+        request.status = status
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    # One step
+
+    def schedule(self) -> StepPlan:
+        """Plan a step: requests that run come first, then those that wait, unless running ones lacked blocks."""
+        plan = StepPlan(self.config.max_num_batched_tokens)
+        self._schedule_running(plan)
+        if not plan.preempted:
+            self._schedule_waiting(plan)
+        return plan
+
+    def commit(self, plan: StepPlan) -> None:
+        """The planned step was computed."""
+        for entry in plan.scheduled:
+            entry.request.num_computed_tokens = entry.stop
+
+    def abandon(self, plan: StepPlan, reason: str) -> None:
+        """The planned step failed: what it would have written is not findable, and its requests end in error."""
+        for entry in plan.scheduled:
+            self.kv.uncache(entry.request, entry.start)
+        for entry in plan.scheduled:
+            entry.request.error = reason
+            self.finish(entry.request, RequestStatus.FINISHED_ERROR)
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks away; it resumes from whatever of them is still cached then."""
+        self.running.remove(request)
+        self.kv.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.put_back(request)
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        for request in list(self.running):
+            if plan.budget == 0:
+                return
+            num_tokens = self._chunk(request.num_tokens - request.num_computed_tokens, plan)
+            if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
+                continue
+            while self.kv.allocate_slots(request, num_tokens) is None:
+                victim = self._victim()
+                plan.remove(victim)
+                self.kv.uncache(victim, victim.num_computed_tokens)
+                self.preempt(victim)
+                plan.preempted.append(victim)
+                if victim is request:
+                    return
+            plan.add(request, num_tokens)
+
+    def _victim(self) -> Request:
+        """Whom to preempt: the least important, or the one that came last."""
+        return max(self.running) if self.config.policy == "priority" else self.running[-1]
+
+    def _schedule_waiting(self, plan: StepPlan) -> None:
+        while self.waiting and plan.budget and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting.peek()
+            hits, num_hits = self.kv.get_computed_blocks(request)
+            num_tokens = request.num_tokens - num_hits
+            if num_tokens > plan.budget and not self.config.enable_chunked_prefill:
+                return
+            num_tokens = self._chunk(num_tokens, plan)
+            blocks = self.kv.allocate_slots(
+                request,
+                num_tokens,
+                num_hits,
+                hits,
+                full_sequence_must_fit=self.config.reserve_full_sequence,
+                has_scheduled_reqs=bool(self.running),
+            )
+            if blocks is None:
+                if self.running:
+                    return
+                self._refuse(request, plan)
+                continue
+            self.waiting.pop()
+            self._admit(request, num_hits, plan)
+            plan.add(request, num_tokens)
+
+    def _admit(self, request: Request, num_hits: int, plan: StepPlan) -> None:
+        if self.kv.enable_caching and not request.get_skip_reading_prefix_cache():
+            self.stats.record(request.num_tokens, num_hits, request.num_preemptions > 0)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_hits
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_hits
+        self.running.append(request)
+        plan.admitted.append(request)
+
+    def _refuse(self, request: Request, plan: StepPlan) -> None:
+        """Nobody else holds a block, and yet it does not fit: it never will."""
+        request.error = self._never_fits(request) or f"{request!r} does not fit into an empty pool"
+        self.finish(request, RequestStatus.FINISHED_ERROR)
+        plan.refused.append(request)
+
+    def _never_fits(self, request: Request) -> str | None:
+        """Why the whole pool would not be enough for `request`, if so."""
+        need = self.kv.blocks_for(request.num_tokens)
+        usable = self.kv.pool.num_blocks - 1
+        if need <= usable:
+            return None
+        return (
+            f"{request.num_tokens} tokens need {need} blocks, but the pool has {usable} usable ones: "
+            "shorten the request, or raise CacheConfig.num_blocks"
+        )
+
+    def _chunk(self, num_tokens: int, plan: StepPlan) -> int:
+        limit = self.config.long_prefill_token_threshold
+        return min(num_tokens, plan.budget, limit or num_tokens)

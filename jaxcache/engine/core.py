@@ -1,0 +1,262 @@
+"""The engine on token ids: schedule, run, update."""
+
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxcache.core.cache_manager import KVCacheManager
+from jaxcache.core.config import CacheConfig, SchedulerConfig
+from jaxcache.core.hashing import get_request_block_hasher
+from jaxcache.core.request import Request, RequestStatus
+from jaxcache.core.scheduler import ScheduledTokens, Scheduler, StepPlan
+from jaxcache.core.specs import FullAttentionSpec, KVCacheGroup
+from jaxcache.engine.runner import ModelRunner, SampledRow, StepResult, TokenLogprobs
+from jaxcache.engine.sampling_params import SamplingParams
+from jaxcache.engine.step_inputs import SequenceSlice
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """One position: the token there, its log probability, and the likeliest tokens with theirs."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token id, log probability), likeliest first."""
+
+
+@dataclass
+class CoreRequest:
+    """What the engine keeps of a request besides what the scheduler does."""
+
+    request: Request
+    params: SamplingParams
+    seed: int
+    ending_ids: frozenset[int]
+    prompt_logprobs: list[TopLogprobs | None] = field(default_factory=list)
+    """Per prompt position; the first has none."""
+
+
+@dataclass(frozen=True)
+class CoreOutput:
+    """What a step did for one request."""
+
+    request: Request
+    token_id: int | None = None
+    logprobs: TopLogprobs | None = None
+    finished: bool = False
+    stop_token_id: int | None = None
+    """The token that ended the request, if one did."""
+    prompt_logprobs: list[TopLogprobs | None] | None = None
+    """With the first token, if the request asked for them."""
+
+
+class EngineCore:
+    """Requests in, tokens out. Each `step` schedules, runs the device once, and updates.
+
+    A step that raises leaves a working engine: its requests end in error, nothing that it would have written can
+    be found, and if the KV array went down with it, the cache starts empty and other requests are computed again.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int] = (),
+        causal: bool = True,
+    ) -> None:
+        self.runner = runner
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.vocab_size = runner.config.vocab_size
+        caching = cache.enable_prefix_caching
+        if caching and not causal:
+            logger.warning(
+                "prefix caching is off: this model's attention is not causal, so KV depends on what comes after"
+            )
+            caching = False
+        self.kv = KVCacheManager(
+            [KVCacheGroup(FullAttentionSpec(cache.block_size), tuple(range(runner.config.num_layers)))],
+            num_blocks,
+            max_model_len,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            enable_caching=caching,
+            hash_block_size=cache.hash_block_size,
+            watermark=scheduler.watermark,
+        )
+        self._block_hasher = None
+        if caching:
+            self._block_hasher = get_request_block_hasher(
+                self.kv.hash_block_size, cache.prefix_caching_hash_algo, cache.hash_seed
+            )
+        self.scheduler = Scheduler(self.kv, scheduler)
+        self._requests: dict[str, CoreRequest] = {}
+
+    # Requests come and go
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> Request:
+        """Queue a request; a `ValueError` for a prompt that can never be computed."""
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise ValueError(f"cache_salt must be a string, got {cache_salt!r}")
+        request = Request(
+            request_id,
+            prompt_token_ids,
+            max_tokens=self.kv.max_model_len if params.max_tokens is None else params.max_tokens,
+            cache_salt=cache_salt,
+            prompt_logprobs=params.prompt_logprobs,
+            skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+            priority=priority,
+            arrival_time=arrival_time,
+            vocab_size=self.vocab_size,
+            block_hasher=self._block_hasher,
+        )
+        self.scheduler.add_request(request)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        ending = frozenset(params.ending_ids(self.eos_token_ids))
+        self._requests[request_id] = CoreRequest(request, params, seed, ending)
+        return request
+
+    def finish(self, request_id: str, status: RequestStatus) -> None:
+        """End a request from outside; unknown and finished ones are left alone."""
+        entry = self._requests.pop(request_id, None)
+        if entry is not None:
+            self.scheduler.finish(entry.request, status)
+
+    def is_active(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    # One step
+
+    def step(self) -> list[CoreOutput]:
+        """Compute one step. Returns what it did for each request that got a token or ended."""
+        plan = self.scheduler.schedule()
+        outputs = [CoreOutput(request, finished=True) for request in plan.refused]
+        for request in plan.refused:
+            self._requests.pop(request.request_id)
+        if plan.scheduled:
+            result = self._run(plan)
+            self.scheduler.commit(plan)
+            outputs += self._update(plan, result)
+        return outputs
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; `False`, and nothing done, while requests hold blocks."""
+        return self.kv.reset_prefix_cache()
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        entries = [self._requests[entry.request.request_id] for entry in plan.scheduled]
+        slices = [self._slice(entry) for entry in plan.scheduled]
+        rows = [
+            SampledRow(e.params, e.seed, e.params.suppressed_ids(self.eos_token_ids, e.request.num_output_tokens))
+            for e in entries
+        ]
+        try:
+            return self.runner.run(slices, rows)
+        except BaseException as error:
+            self._abandon(plan, error)
+            raise
+
+    def _slice(self, entry: ScheduledTokens) -> SequenceSlice:
+        (block_ids,) = self.kv.coordinator.block_ids(entry.request.request_id)
+        token_ids = np.frombuffer(entry.request.all_token_ids[entry.start : entry.stop], np.int32)
+        return SequenceSlice(token_ids, entry.start, block_ids)
+
+    def _abandon(self, plan: StepPlan, error: BaseException) -> None:
+        self.scheduler.abandon(plan, f"the step failed: {error!r}")
+        for entry in plan.scheduled:
+            self._requests.pop(entry.request.request_id)
+        if self.runner.kv_lost:
+            for request in reversed(list(self.scheduler.running)):
+                self.scheduler.preempt(request)
+            self.kv.reset_prefix_cache()
+            self.runner.reset_kv()
+
+    def _update(self, plan: StepPlan, result: StepResult) -> list[CoreOutput]:
+        for nth, entry in enumerate(plan.scheduled):
+            self._collect_prompt_logprobs(entry, result, int(result.first_rows[nth]))
+        sampled = [nth for nth, entry in enumerate(plan.scheduled) if entry.samples]
+        logprobs = self._sampled_logprobs(plan, sampled, result)
+        outputs = []
+        for nth in sampled:
+            request = plan.scheduled[nth].request
+            token = int(result.tokens[nth])
+            request.append_output_token_ids(token)
+            outputs.append(self._output(request, token, logprobs.get(nth)))
+        return outputs
+
+    def _output(self, request: Request, token: int, logprobs: TopLogprobs | None) -> CoreOutput:
+        entry = self._requests[request.request_id]
+        stopped = token in entry.ending_ids
+        full = request.num_output_tokens >= request.max_tokens or request.num_tokens >= self.kv.max_model_len
+        if stopped or full:
+            self.finish(
+                request.request_id,
+                RequestStatus.FINISHED_STOPPED if stopped else RequestStatus.FINISHED_LENGTH,
+            )
+        return CoreOutput(
+            request,
+            token,
+            logprobs,
+            finished=stopped or full,
+            stop_token_id=token if stopped else None,
+            prompt_logprobs=entry.prompt_logprobs or None if request.num_output_tokens == 1 else None,
+        )
+
+    # Log probabilities
+
+    def _sampled_logprobs(self, plan: StepPlan, sampled: list[int], result: StepResult) -> dict[int, TopLogprobs]:
+        """For the sequences that asked, by their place in the plan."""
+        wanted, counts = [], []
+        for nth in sampled:
+            params = self._requests[plan.scheduled[nth].request.request_id].params
+            if params.logprobs is not None:
+                wanted.append(nth)
+                counts.append(params.logprobs)
+        if not wanted:
+            return {}
+        rows = np.array([result.first_rows[nth] + plan.scheduled[nth].num_tokens - 1 for nth in wanted])
+        answer = self.runner.logprobs(result, rows, result.tokens[wanted])
+        return {nth: _position(answer, i, int(result.tokens[nth]), k) for i, (nth, k) in enumerate(zip(wanted, counts))}
+
+    def _collect_prompt_logprobs(self, entry: ScheduledTokens, result: StepResult, first_row: int) -> None:
+        """The row at position p predicts the token at p + 1."""
+        core = self._requests[entry.request.request_id]
+        count, request = core.params.prompt_logprobs, entry.request
+        if count is None:
+            return
+        if not core.prompt_logprobs:
+            core.prompt_logprobs.append(None)
+        start = max(entry.start, len(core.prompt_logprobs) - 1)
+        stop = min(entry.stop, request.num_prompt_tokens - 1)
+        if start >= stop:
+            return
+        token_ids = np.frombuffer(request.all_token_ids[start + 1 : stop + 1], np.int32)
+        rows = np.arange(start, stop) - entry.start + first_row
+        answer = self.runner.logprobs(result, rows, token_ids)
+        core.prompt_logprobs += [_position(answer, i, token, count) for i, token in enumerate(token_ids.tolist())]
+
+
+def _position(answer: TokenLogprobs, i: int, token: int, count: int) -> TopLogprobs:
+    top = zip(answer.top_ids[i, :count].tolist(), answer.top_logprobs[i, :count].tolist())
+    return TopLogprobs(token, float(answer.logprobs[i]), tuple(top))

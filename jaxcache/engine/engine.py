@@ -1,0 +1,398 @@
+"""The engine on text: prompts in, text out, around `EngineCore`."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import jax
+from flax import nnx
+from tqdm import tqdm
+
+from jaxcache.core.config import CacheConfig, SchedulerConfig
+from jaxcache.core.request import RequestStatus
+from jaxcache.engine.chat import apply_chat_template
+from jaxcache.engine.core import CoreOutput, EngineCore
+from jaxcache.engine.detokenizer import Detokenizer, StopChecker
+from jaxcache.engine.outputs import Completion, Delta, RequestOutput
+from jaxcache.engine.runner import ModelConfigLike, ModelRunner
+from jaxcache.engine.sampling_params import SamplingParams
+from jaxcache.engine.sizing import choose_sizes
+from jaxcache.engine.step_inputs import Buckets
+from jaxcache.models.tokenizer import TextTokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class _Answer:
+    """One running completion: its place in the output, and its text so far."""
+
+    output: RequestOutput
+    completion: Completion
+    params: SamplingParams
+    detokenizer: Detokenizer | None
+    stop: StopChecker
+
+
+class Engine:
+    """Generates text with prefix caching. One thread at a time may use it."""
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        config: ModelConfigLike,
+        tokenizer: TextTokenizer | None = None,
+        *,
+        cache: CacheConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
+        chat_template: str | None = None,
+        eos_token_ids: Sequence[int] = (),
+        buckets: Buckets | None = None,
+        implementation: str | None = None,
+        name: str = "model",
+    ) -> None:
+        """`model`: called as `model(step, kv, implementation=...)` and `model.logits(rows)`, see `models.Llama`.
+
+        Without a tokenizer the engine takes and gives token ids only.
+        """
+        self.cache_config = cache or CacheConfig()
+        self.scheduler_config = scheduler or SchedulerConfig()
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.name = name
+        sizes = choose_sizes(config, self.cache_config, self.scheduler_config)
+        self.max_model_len = sizes.max_model_len
+        self.runner = ModelRunner(
+            model,
+            config,
+            num_blocks=sizes.num_blocks,
+            block_size=self.cache_config.block_size,
+            kv_dtype=sizes.kv_dtype,
+            max_model_len=sizes.max_model_len,
+            buckets=buckets
+            or Buckets.for_limits(
+                self.scheduler_config.max_num_batched_tokens, self.scheduler_config.max_num_seqs
+            ),
+            implementation=implementation,
+        )
+        self.core = EngineCore(
+            self.runner,
+            self.cache_config,
+            self.scheduler_config,
+            num_blocks=sizes.num_blocks,
+            max_model_len=sizes.max_model_len,
+            eos_token_ids=eos_token_ids,
+            causal=getattr(config, "causal", True),
+        )
+        self._outputs: dict[str, RequestOutput] = {}
+        """Requests that have not ended."""
+        self._answers: dict[str, _Answer] = {}
+        """Their running answers, by the id that the core knows each by."""
+        self._ids = count()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_package: str,
+        *,
+        cache: CacheConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
+        dtype: jax.typing.DTypeLike | None = None,
+        buckets: Buckets | None = None,
+        implementation: str | None = None,
+    ) -> "Engine":
+        """An engine for a model on disk: a Hugging Face folder, a GGUF file, a checkpoint of ours, or the name of
+        an installed Python package that ships a GGUF file (`models.load_model`).
+        """
+        from jaxcache.models.loading import load_model
+
+        loaded = load_model(path_or_package, dtype=dtype)
+        return cls(
+            loaded.model,
+            loaded.config,
+            loaded.tokenizer,
+            cache=cache,
+            scheduler=scheduler,
+            chat_template=loaded.chat_template,
+            eos_token_ids=loaded.eos_token_ids,
+            buckets=buckets,
+            implementation=implementation,
+            name=loaded.name,
+        )
+
+    # One call
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer `prompts` (texts, or token ids), in their order.
+
+        `params`: one for all, or one for each. `progress`: a bar on stderr; by default for more than one prompt.
+        A `ValueError`, with nothing begun, if any prompt cannot be computed.
+        """
+        batch: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
+        if len(each) != len(batch):
+            raise ValueError(f"{len(batch)} prompts need 1 or {len(batch)} SamplingParams, got {len(each)}")
+        ids: list[str] = []
+        try:
+            for nth, (prompt, one) in enumerate(zip(batch, each)):
+                try:
+                    ids.append(self.add_request(prompt, one, cache_salt=cache_salt))
+                except ValueError as error:
+                    raise ValueError(f"prompt {nth}: {error}") from error
+            return self._finish_all(ids, len(batch) > 1 if progress is None else progress)
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        prompts = [self.chat_prompt(m) for m in ([messages] if one else messages)]  # pyright: ignore
+        return self.generate(prompts, params, **options)
+
+    def chat_prompt(self, messages: Any, **variables: Any) -> list[int]:
+        """The token ids of a conversation under the model's chat template, up to where the answer begins."""
+        tokenizer = self._text_tokenizer()
+        text = apply_chat_template(
+            self.chat_template,
+            messages,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            **variables,
+        )
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> Iterator[Delta]:
+        """Answer `prompt` piece by piece. Leaving the loop early aborts the request."""
+        request_id = self.add_request(prompt, params, cache_salt=cache_salt)
+        try:
+            while request_id in self._outputs:
+                for delta in self.step():
+                    if delta.request_id == request_id:
+                        yield delta
+        finally:
+            self.abort(request_id)
+
+    # Step by step
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue a prompt; returns the request's id. A `ValueError` for one that can never be computed.
+
+        `cache_salt`: only requests with the same salt share cached blocks. `priority`: smaller is sooner, where
+        the scheduler's policy is "priority".
+        """
+        params = params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
+        if request_id is None:
+            request_id = f"request-{next(self._ids)}"
+        if request_id in self._outputs:
+            raise ValueError(f"request id {request_id!r} is in use: give each request its own")
+        text, token_ids = self._encode(prompt)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
+        arrival = time.perf_counter()
+        output = RequestOutput(
+            request_id, text, [], [Completion(i) for i in range(params.n)], arrival_time=arrival
+        )
+        self._outputs[request_id] = output
+        try:
+            for completion in output.completions:
+                request = self.core.add_request(
+                    _core_id(output, completion),
+                    token_ids,
+                    _nth_params(params, completion.index),
+                    cache_salt=cache_salt,
+                    priority=priority,
+                )
+                output.prompt_token_ids = output.prompt_token_ids or request.prompt_token_ids
+                self._answers[request.request_id] = self._new_answer(output, completion, params)
+        except ValueError:
+            del self._outputs[request_id]
+            raise
+        return request_id
+
+    def step(self) -> list[Delta]:
+        """Compute one step. Returns what it added to each answer."""
+        try:
+            outputs = self.core.step()
+        except BaseException:
+            self._collect_failed()
+            raise
+        return [self._delta(output) for output in outputs]
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its blocks are given back. Unknown and finished ones are left alone."""
+        if output := self._outputs.get(request_id):
+            for completion in output.completions:
+                if completion.finish_reason is None:
+                    self._drop(_core_id(output, completion), RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.core.has_unfinished
+
+    def warmup(self, progress: bool = True) -> None:
+        """Compile all that steps can need; afterwards nothing compiles any more."""
+        self.runner.warmup(progress)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; `False`, and nothing done, while requests hold blocks."""
+        return self.core.reset_prefix_cache()
+
+    def stats(self) -> dict[str, float]:
+        """Counts since the start (hits and queries in tokens, each admission once), and the present state."""
+        scheduler, kv = self.core.scheduler, self.core.kv
+        stats = scheduler.stats
+        queries, hits = stats.queries + stats.preempted_queries, stats.hits + stats.preempted_hits
+        return {
+            "prefix_cache_queries": stats.queries,
+            "prefix_cache_hits": stats.hits,
+            "prefix_cache_hit_rate": stats.hits / stats.queries if stats.queries else 0.0,
+            "preempted_queries": queries - stats.queries,
+            "preempted_hits": hits - stats.hits,
+            "num_preemptions": scheduler.num_preemptions,
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting),
+            "num_evicted_blocks": kv.num_evicted_blocks,
+            "num_blocks": kv.pool.num_blocks,
+            "num_free_blocks": kv.pool.num_free,
+            "kv_cache_usage": kv.usage,
+            "kv_cache_bytes": self.runner.kv_bytes,
+        }
+
+    # Inside
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, Iterable[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._text_tokenizer().encode(prompt)
+        if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):
+            raise ValueError(f"a prompt must be a string or a sequence of token ids, got {type(prompt).__name__}")
+        return None, prompt
+
+    def _text_tokenizer(self) -> TextTokenizer:
+        if self.tokenizer is None:
+            raise ValueError("this engine has no tokenizer: give token ids instead of text")
+        return self.tokenizer
+
+    def _new_answer(self, output: RequestOutput, completion: Completion, params: SamplingParams) -> _Answer:
+        if params.logprobs is not None:
+            completion.logprobs = []
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
+        stop = StopChecker(params.stop or (), include_stop_str=params.include_stop_str_in_output)
+        return _Answer(output, completion, params, detokenizer, stop)
+
+    def _delta(self, core: CoreOutput) -> Delta:
+        """Enter one step's result into the answer it belongs to."""
+        request, answer = core.request, self._answers[core.request.request_id]
+        output, completion = answer.output, answer.completion
+        if core.token_id is not None:
+            output.first_token_time = output.first_token_time or time.perf_counter()
+            completion.token_ids.append(core.token_id)
+            if completion.logprobs is not None and core.logprobs is not None:
+                completion.logprobs.append(core.logprobs)
+        if core.prompt_logprobs is not None:
+            output.prompt_logprobs = core.prompt_logprobs
+        if completion.index == 0 and request.num_cached_tokens is not None:
+            output.num_cached_tokens = request.num_cached_tokens
+        text = self._text(core, answer)
+        if answer.stop.matched is not None:
+            completion.stop_reason = answer.stop.matched
+            self._drop(request.request_id, RequestStatus.FINISHED_STOPPED)
+        elif core.finished:
+            if core.stop_token_id not in self.core.eos_token_ids:
+                completion.stop_reason = core.stop_token_id
+            completion.error = request.error
+            self._drop(request.request_id, request.status)
+        return Delta(
+            output.request_id,
+            completion.index,
+            text,
+            () if core.token_id is None else (core.token_id,),
+            () if core.logprobs is None else (core.logprobs,),
+            completion.finish_reason,
+            output,
+        )
+
+    def _text(self, core: CoreOutput, answer: _Answer) -> str:
+        """The text that the step made certain, added to the answer. A token that ends the answer is not text."""
+        if answer.detokenizer is None:
+            return ""
+        text = ""
+        if core.token_id is not None and core.stop_token_id is None:
+            piece = answer.detokenizer.append(core.token_id)
+            looking = len(answer.completion.token_ids) > answer.params.min_tokens
+            text = answer.stop.append(piece) if looking else piece
+        if core.finished and answer.stop.matched is None:
+            text += answer.stop.append(answer.detokenizer.flush())
+            text += answer.stop.flush()
+        answer.completion.text += text
+        return text
+
+    def _drop(self, core_id: str, status: RequestStatus) -> None:
+        """The answer has ended: the core lets go of the request, the output says how it ended."""
+        answer = self._answers.pop(core_id)
+        self.core.finish(core_id, status)
+        answer.completion.finish_reason = status.value
+        if answer.output.finished:
+            answer.output.finish_time = time.perf_counter()
+            del self._outputs[answer.output.request_id]
+
+    def _collect_failed(self) -> None:
+        """Answers whose requests a failed step has ended."""
+        for core_id in [i for i in self._answers if not self.core.is_active(i)]:
+            self._answers[core_id].completion.error = "the step failed"
+            self._drop(core_id, RequestStatus.FINISHED_ERROR)
+
+    def _finish_all(self, ids: list[str], progress: bool) -> list[RequestOutput]:
+        outputs = [self._outputs[request_id] for request_id in ids]
+        open_ids = {id(output) for output in outputs}
+        with tqdm(total=len(outputs), desc="generating", unit="prompt", disable=not progress) as bar:
+            while open_ids:
+                for delta in self.step():
+                    if delta.output.finished and id(delta.output) in open_ids:
+                        open_ids.remove(id(delta.output))
+                        bar.update()
+        return outputs
+
+
+def _core_id(output: RequestOutput, completion: Completion) -> str:
+    return f"{output.request_id}/{completion.index}"
+
+
+def _nth_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Of several answers to one prompt with a seed, each has its own seed, the first the one given."""
+    return params if params.seed is None or index == 0 else replace(params, seed=params.seed + index)
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    """A text, or token ids in any container, rather than several of them."""
+    if isinstance(prompts, str) or hasattr(prompts, "dtype"):
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)

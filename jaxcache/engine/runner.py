@@ -1,0 +1,167 @@
+"""Runs planned steps on the device: parameters, the KV array, and one compiled function per shape."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from jaxcache.engine.sampling import SamplingInputs, sample, token_logprobs, top_logprobs
+from jaxcache.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxcache.engine.step_inputs import Buckets, SequenceSlice, StepShape, build_step_inputs
+from jaxcache.kernels.layout import KVLayout, init_kv
+from jaxcache.kernels.step import StepInputs
+
+
+class ModelConfigLike(Protocol):
+    """What the engine must know of a model."""
+
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+
+
+class SampledRow(NamedTuple):
+    """Whose next token a step chooses, and how."""
+
+    params: SamplingParams
+    seed: int
+    suppressed: Sequence[int]
+
+
+class StepResult(NamedTuple):
+    tokens: np.ndarray
+    """int32, the chosen token per sequence; meaningless where the sequence's last token was not reached."""
+    logprobs: np.ndarray
+    """float32, the chosen tokens' log probabilities."""
+    hidden: jax.Array
+    """[rows, width], on the device, for those who want more log probabilities."""
+    first_rows: np.ndarray
+    """int32, each sequence's first row."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Per position: the log probability of the token that is there, and of the likeliest ones."""
+
+    logprobs: np.ndarray
+    """float32 [n]"""
+    top_logprobs: np.ndarray
+    """float32 [n, k], falling"""
+    top_ids: np.ndarray
+    """int32 [n, k]"""
+
+
+@partial(jax.jit, static_argnames=("graphdef", "implementation"), donate_argnames="kv")
+def _step(graphdef, params, kv, step, sampling, implementation):
+    model = nnx.merge(graphdef, params)
+    hidden, kv = model(step, kv, implementation=implementation)
+    tokens, logprobs = sample(model.logits(hidden[step.logits_rows]), sampling)
+    return kv, tokens, logprobs, hidden
+
+
+@partial(jax.jit, static_argnames="graphdef")
+def _logprobs(graphdef, params, hidden, rows, token_ids):
+    logits = nnx.merge(graphdef, params).logits(hidden[rows])
+    return token_logprobs(logits, token_ids), *top_logprobs(logits, MAX_LOGPROBS)
+
+
+class ModelRunner:
+    """Owns the KV array: every step takes it and leaves the next one, in the same memory."""
+
+    LOGPROB_ROWS = 64
+    """Rows whose log probabilities are computed at a time, so that logits never fill the memory."""
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        config: ModelConfigLike,
+        *,
+        num_blocks: int,
+        block_size: int,
+        kv_dtype: jax.typing.DTypeLike,
+        max_model_len: int,
+        buckets: Buckets,
+        implementation: str | None = None,
+    ) -> None:
+        self.graphdef, self.params = nnx.split(model)
+        self.config = config
+        self.buckets = buckets
+        self._block_size = block_size
+        self._table_width = -(-max_model_len // block_size)
+        self._implementation = implementation
+        self._layout = KVLayout(config.num_kv_heads, config.head_dim, block_size)
+        self._num_blocks = num_blocks
+        self._kv_dtype = jnp.dtype(kv_dtype)
+        self.reset_kv()
+
+    def reset_kv(self) -> None:
+        """A fresh KV array: whatever was cached is gone."""
+        self.kv = init_kv(self._layout, self.config.num_layers, self._num_blocks, self._kv_dtype)
+
+    @property
+    def kv_lost(self) -> bool:
+        """Whether a step failed after it had taken the KV array."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.kv))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the KV array."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.kv))
+
+    def run(self, slices: Sequence[SequenceSlice], rows: Sequence[SampledRow]) -> StepResult:
+        """Compute one step: write the KV of all slices, attend, and choose a token for each."""
+        shape = self.buckets.fit(sum(len(piece.token_ids) for piece in slices), len(slices))
+        step = self._inputs(slices, shape)
+        sampling = SamplingInputs.build(
+            [row.params for row in rows],
+            [row.seed for row in rows],
+            step.seq_lens[: len(rows)].tolist(),
+            shape.num_seqs,
+            [row.suppressed for row in rows] if any(row.suppressed for row in rows) else (),
+        )
+        tokens, logprobs, hidden = self._call(step, sampling)
+        n = len(slices)
+        return StepResult(
+            np.asarray(tokens)[:n], np.asarray(logprobs)[:n], hidden, np.asarray(step.query_start[:n])
+        )
+
+    def logprobs(self, result: StepResult, rows: np.ndarray, token_ids: np.ndarray) -> TokenLogprobs:
+        """Log probabilities that the step's `rows` give to `token_ids`, and to the `MAX_LOGPROBS` likeliest."""
+        parts = []
+        for at in range(0, len(rows), self.LOGPROB_ROWS):
+            n = len(rows[at : at + self.LOGPROB_ROWS])
+            padded = np.zeros((2, self.LOGPROB_ROWS), np.int32)
+            padded[0, :n] = rows[at : at + n]
+            padded[1, :n] = token_ids[at : at + n]
+            answer = _logprobs(self.graphdef, self.params, result.hidden, padded[0], padded[1])
+            parts.append([np.asarray(array)[:n] for array in answer])
+        return TokenLogprobs(*(np.concatenate(arrays) for arrays in zip(*parts)))
+
+    def warmup(self, progress: bool = True) -> None:
+        """Compile every shape that steps can have. Touches no block."""
+        for shape in tqdm(self.buckets.all_shapes(), "compiling step shapes", disable=not progress):
+            step = self._inputs([], shape)
+            *_, hidden = self._call(step, SamplingInputs.build([], [], [], shape.num_seqs))
+            rows = np.zeros(self.LOGPROB_ROWS, np.int32)
+            _logprobs(self.graphdef, self.params, hidden, rows, rows)
+
+    def _inputs(self, slices: Sequence[SequenceSlice], shape: StepShape) -> StepInputs:
+        return build_step_inputs(
+            slices,
+            shape,
+            block_size=self._block_size,
+            table_width=self._table_width,
+            tile_size=self.buckets.tile_size,
+        )
+
+    def _call(self, step: StepInputs, sampling: SamplingInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self.kv, tokens, logprobs, hidden = _step(
+            self.graphdef, self.params, self.kv, step, sampling, self._implementation
+        )
+        return tokens, logprobs, hidden

@@ -1,0 +1,121 @@
+"""From a plan to arrays: what the device call of a step is given, padded to one of a few shapes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxcache.kernels.step import PAD_SLOT, StepInputs, make_tiles
+
+
+class SequenceSlice(NamedTuple):
+    """The tokens of one sequence that a step computes."""
+
+    token_ids: np.ndarray
+    """int32 [n], at positions `start`, `start + 1`, ..."""
+    start: int
+    block_ids: np.ndarray
+    """int32, the sequence's block table."""
+
+
+class StepShape(NamedTuple):
+    """The static sizes of a step: rows, sequences, tiles."""
+
+    num_tokens: int
+    num_seqs: int
+    num_tiles: int
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The shapes that steps are padded to. Each one is compiled once.
+
+    A step in which every sequence has one new token has as many rows as sequences and no tiles.
+    """
+
+    token_counts: tuple[int, ...]
+    seq_counts: tuple[int, ...]
+    tile_size: int = 128
+    """Query rows that the attention kernel takes at a time."""
+
+    def __post_init__(self) -> None:
+        for name in ("token_counts", "seq_counts"):
+            counts = getattr(self, name)
+            if not counts or any(c <= 0 for c in counts) or tuple(sorted(set(counts))) != tuple(counts):
+                raise ValueError(f"Buckets.{name} must be rising positive integers, got {counts!r}")
+        if self.tile_size <= 0:
+            raise ValueError(f"Buckets.tile_size must be positive, got {self.tile_size!r}")
+
+    @classmethod
+    def for_limits(cls, max_tokens: int, max_seqs: int) -> "Buckets":
+        """Powers of two from 16 tokens on, powers of eight from 1 sequence on, up to the limits."""
+        return cls(_powers(16, 2, max_tokens), _powers(1, 8, max_seqs))
+
+    def fit(self, num_tokens: int, num_seqs: int) -> StepShape:
+        """The smallest shape for so many rows of so many sequences; a `ValueError` if there is none."""
+        seqs = _at_least(self.seq_counts, num_seqs, "sequences")
+        if num_tokens == num_seqs:
+            return StepShape(seqs, seqs, 0)
+        return self._mixed(_at_least(self.token_counts, num_tokens, "tokens"), seqs)
+
+    def all_shapes(self) -> list[StepShape]:
+        """Every shape that `fit` can give, smallest first."""
+        shapes = {StepShape(seqs, seqs, 0) for seqs in self.seq_counts}
+        for below, seqs in zip((0, *self.seq_counts), self.seq_counts):
+            fewest = below + 1
+            shapes |= {self._mixed(tokens, seqs) for tokens in self.token_counts if tokens > fewest}
+        return sorted(shapes)
+
+    def _mixed(self, tokens: int, seqs: int) -> StepShape:
+        tokens = max(tokens, seqs)
+        return StepShape(tokens, seqs, tokens // self.tile_size + seqs)
+
+
+def _powers(first: int, factor: int, last: int) -> tuple[int, ...]:
+    counts = [min(first, last)]
+    while counts[-1] < last:
+        counts.append(min(counts[-1] * factor, last))
+    return tuple(counts)
+
+
+def _at_least(counts: tuple[int, ...], wanted: int, what: str) -> int:
+    for count in counts:
+        if count >= wanted:
+            return count
+    raise ValueError(f"a step of {wanted} {what} fits no bucket: the largest holds {counts[-1]}")
+
+
+def build_step_inputs(
+    slices: Sequence[SequenceSlice], shape: StepShape, *, block_size: int, table_width: int, tile_size: int
+) -> StepInputs:
+    """The arrays of a step over `slices`, in their order, as numpy int32."""
+    rows = sum(len(piece.token_ids) for piece in slices)
+    token_ids = np.zeros(shape.num_tokens, np.int32)
+    positions = np.zeros(shape.num_tokens, np.int32)
+    slot_mapping = np.full(shape.num_tokens, PAD_SLOT, np.int32)
+    block_tables = np.zeros((shape.num_seqs, table_width), np.int32)
+    seq_lens = np.zeros(shape.num_seqs, np.int32)
+    query_start = np.full(shape.num_seqs + 1, rows, np.int32)
+    row = 0
+    for nth, (ids, start, blocks) in enumerate(slices):
+        stop, end = start + len(ids), row + len(ids)
+        token_ids[row:end] = ids
+        at = np.arange(start, stop, dtype=np.int32)
+        positions[row:end] = at
+        slot_mapping[row:end] = blocks[at // block_size] * block_size + at % block_size
+        block_tables[nth, : len(blocks)] = blocks
+        seq_lens[nth] = stop
+        query_start[nth] = row
+        row = end
+    arrays: list[Any] = [
+        token_ids,
+        positions,
+        slot_mapping,
+        block_tables,
+        seq_lens,
+        query_start,
+        np.maximum(query_start[1:] - 1, 0),
+        make_tiles(query_start, seq_lens, tile_size, shape.num_tiles),
+    ]
+    return StepInputs(*arrays)

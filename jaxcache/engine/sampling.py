@@ -107,22 +107,11 @@ def _seed32(seed: int) -> int:
 def sample(logits: Float[Array, "S V"], inputs: SamplingInputs) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """The next token of each sequence, and its log probability under the logits as they were given.
 
-    `logits` float32. Pure, for use under jit. A batch that is greedy throughout draws and filters nothing.
+    `logits` float32. Pure, for use under jit. A batch that is greedy throughout neither draws nor filters.
     """
-    allowed = lax.cond(
-        jnp.any(inputs.suppressed < logits.shape[1]),
-        _suppress,
-        lambda logits, _: logits,
-        logits,
-        inputs.suppressed,
-    )
-    greedy_rows = inputs.temperature < GREEDY_TEMPERATURE
-    greedy = _argmax(allowed)
-    tokens = lax.cond(
-        jnp.all(greedy_rows),
-        lambda: greedy,
-        lambda: jnp.where(greedy_rows, greedy, _draw(allowed, greedy_rows, inputs)),
-    )
+    most_likely = _argmax(logits)
+    plain = jnp.all(inputs.temperature < GREEDY_TEMPERATURE) & jnp.all(inputs.suppressed >= logits.shape[1])
+    tokens = lax.cond(plain, lambda: most_likely, lambda: _suppress_and_draw(logits, inputs))
     return tokens, token_logprobs(logits, tokens)
 
 
@@ -139,25 +128,23 @@ def top_logprobs(logits: Float[Array, "S V"], k: int) -> tuple[Float[Array, "S k
 
 
 def _argmax(logits: Float[Array, "S V"]) -> Int[Array, " S"]:
-    return jnp.argmax(logits, axis=1).astype(jnp.int32)
+    """The lowest id of the largest logit; two reductions, which take a sixth of `jnp.argmax`'s time on a CPU."""
+    vocab_size = logits.shape[1]
+    largest = jnp.max(logits, axis=1, keepdims=True)
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    first = jnp.min(jnp.where(logits == largest, ids, vocab_size), axis=1)
+    return jnp.minimum(first, vocab_size - 1)  # a row of NaN equals nothing
 
 
-def _suppress(logits: Float[Array, "S V"], ids: Int[Array, "S B"]) -> Float[Array, "S V"]:
+def _suppress_and_draw(logits: Float[Array, "S V"], inputs: SamplingInputs) -> Int[Array, " S"]:
     rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, ids].set(-jnp.inf, mode="drop")
-
-
-def _draw(logits: Float[Array, "S V"], greedy_rows: AnyArray, inputs: SamplingInputs) -> Int[Array, " S"]:
-    temperature = jnp.where(greedy_rows, 1.0, inputs.temperature)
+    logits = logits.at[rows, inputs.suppressed].set(-jnp.inf, mode="drop")
+    greedy = inputs.temperature < GREEDY_TEMPERATURE
+    temperature = jnp.where(greedy, 1.0, inputs.temperature)
     scaled = (logits - jnp.max(logits, axis=1, keepdims=True)) / temperature[:, None]
-    kept = lax.cond(
-        jnp.any((inputs.min_p > 0) | (inputs.top_k > 0) | (inputs.top_p < 1)),
-        _filter,
-        lambda x, _: x,
-        scaled,
-        inputs,
-    )
-    return _argmax(kept + _gumbel(inputs, logits.shape[1]))
+    filtering = (inputs.min_p > 0) | (inputs.top_k > 0) | (inputs.top_p < 1)
+    kept = lax.cond(jnp.any(filtering), _filter, lambda x, _: x, scaled, inputs)
+    return jnp.where(greedy, _argmax(logits), _argmax(kept + _gumbel(inputs, logits.shape[1])))
 
 
 def _filter(scaled: Float[Array, "S V"], inputs: SamplingInputs) -> Float[Array, "S V"]:

@@ -70,6 +70,15 @@ def test_only_llama_rows_are_reordered(tmp_path, architecture, name):
     np.testing.assert_array_equal(checkpoint.tensors[key], expected[key])
 
 
+def test_asking_for_a_name_expands_nothing(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "m.gguf")
+    tensors = read_gguf(tmp_path / "m.gguf").tensors
+    monkeypatch.setattr("jaxcache.models.loading.gguf.expand", None)
+    assert "model.norm.weight" in tensors
+    assert "lm_head.weight" not in tensors
+    assert len(list(tensors)) == len(tensors) == 20
+
+
 EXPANDABLE = sorted(
     (kind for kind in Type if kind in gguf.quants._type_traits and kind.name not in ("F32", "F16")),
     key=lambda kind: kind.name,

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
+from jaxcache.models.config import ModelConfig
 from jaxcache.models.tokenizer import Tokenizer
 
 
@@ -21,3 +23,18 @@ class Checkpoint:
     tokenizer: Tokenizer
     chat_template: str | None
     """Jinja source."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, and all that belongs to it."""
+
+    model: nnx.Module
+    config: ModelConfig
+    tokenizer: Tokenizer
+    chat_template: str | None
+    """Jinja source."""
+    eos_token_ids: tuple[int, ...]
+    name: str
+    source_config: Mapping[str, Any]
+    """The keys of `config.json` that `config` was made from."""

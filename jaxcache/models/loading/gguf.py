@@ -215,6 +215,9 @@ class GGUFTensors(Mapping[str, np.ndarray]):
             array = _unpermute(array, self._heads[projection])
         return array
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

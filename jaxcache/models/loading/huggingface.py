@@ -69,6 +69,9 @@ class SafetensorsFolder(Mapping[str, np.ndarray]):
             raise ValueError(f"tensor {name} is {dtype}; supported are {', '.join(FLOAT_DTYPES)}")
         return file.get_tensor(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 

@@ -103,6 +103,18 @@ class BlockPool:
     def unname_all(self) -> None:
         self._state = _unname_all(self._state)
 
+    def warmup(self, max_ids: int) -> None:
+        """Compile the transitions for all id vectors of up to `max_ids`. Changes nothing."""
+        capacity = _MIN_CAPACITY
+        while True:
+            nobody = self._pad([], capacity)
+            self._state, _ = _acquire(self._state, nobody, np.zeros(2, np.int32), capacity)
+            self._state, _ = _release(self._state, nobody)
+            self._state = _unname(_name(self._state, nobody), nobody)
+            if capacity >= max_ids:
+                return
+            capacity *= 2
+
     def queue(self) -> np.ndarray:
         """Ids of all free blocks, the next victim first. O(pool): for tests and diagnosis."""
         return pool.queue(self._state)

@@ -181,6 +181,11 @@ class KVCacheManager:
         self._stats.reset = True
         return True
 
+    def warmup(self) -> None:
+        """Compile the pool transitions for requests of all lengths. Changes nothing."""
+        longest = sum(-(-self.max_model_len // group.spec.block_size) for group in self.groups)
+        self.pool.warmup(longest)
+
     def get_block_ids(self, request_id: str) -> list[list[int]]:
         """The request's block table per group; 0 where it holds no block."""
         return [ids.tolist() for ids in self.coordinator.block_ids(request_id)]

@@ -259,6 +259,7 @@ class Engine:
     def warmup(self, progress: bool = True) -> None:
         """Compile all that steps can need; afterwards nothing compiles any more."""
         self.runner.warmup(progress)
+        self.core.kv.warmup()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; `False`, and nothing done, while requests hold blocks."""

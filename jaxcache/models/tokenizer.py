@@ -90,18 +90,13 @@ class Tokenizer(TextTokenizer):
         self.eos_token_ids = tuple(eos_token_ids)
 
     @classmethod
-    def from_json(cls, text: str, *, bos_token: str | None = None, eos_tokens: Sequence[str] = ()) -> "Tokenizer":
+    def from_json(cls, text: str) -> "Tokenizer":
         """From the text of a `tokenizer.json`, which does not say which tokens begin and end a sequence."""
         try:
-            tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing more specific
+            library = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # from_str raises nothing more specific
             raise ValueError(f"this tokenizer.json cannot be read by tokenizers: {error}") from error
-        ids = [tokenizer.token_to_id(token) for token in eos_tokens]
-        return cls(
-            tokenizer,
-            bos_token_id=None if bos_token is None else tokenizer.token_to_id(bos_token),
-            eos_token_ids=[i for i in ids if i is not None],
-        )
+        return cls(library)
 
     def to_json(self) -> str:
         return self._tokenizer.to_str()

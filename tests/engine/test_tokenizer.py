@@ -156,8 +156,8 @@ def test_special_tokens_can_be_taken_for_text(smollm):
 
 @pytest.mark.model
 def test_json_keeps_everything(smollm):
-    again = Tokenizer.from_json(smollm.to_json(), bos_token="<|im_start|>", eos_tokens=["<|im_end|>"])
-    assert (again.bos_token_id, again.eos_token_ids, again.special_ids) == (1, (2,), smollm.special_ids)
+    again = Tokenizer.from_json(smollm.to_json())
+    assert again.special_ids == smollm.special_ids
     assert [again.encode(text) for text in TEXTS] == [smollm.encode(text) for text in TEXTS]
 
 

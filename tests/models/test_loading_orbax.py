@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -213,13 +214,28 @@ def test_a_damaged_cache_is_made_anew(model_file, home, caplog):
     assert len([*(home / "models").iterdir()]) == 1
 
 
-def test_a_cache_folder_without_its_manifest_is_made_anew(model_file, home, caplog):
-    load_model(model_file)
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (None, r"it has no jaxcache\.json"),
+        ("", r"jaxcache\.json is no valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"format": 1}', r"jaxcache\.json is incomplete"),
+        ('{"format": 0}', "has format 0"),
+    ],
+)
+def test_a_cache_folder_without_a_sound_manifest_is_made_anew(model_file, home, caplog, contents, message):
+    first = load_model(model_file)
     (folder,) = (home / "models").iterdir()
     (folder / "jaxcache.json").unlink()
+    if contents is not None:
+        (folder / "jaxcache.json").write_text(contents)
+    assert_same(load_model(model_file), first)
+    assert re.search(message, caplog.text)
+    assert "made anew" in caplog.text
+    caplog.clear()
     load_model(model_file)
-    assert "it has no jaxcache.json" in caplog.text
-    assert (folder / "jaxcache.json").exists()
+    assert caplog.text == ""
 
 
 def test_a_cache_that_cannot_be_written_is_no_obstacle(model_file, tmp_path, monkeypatch, caplog):

@@ -156,11 +156,16 @@ def _write_manifest(folder: Path, loaded: LoadedModel, arrays: dict[str, jax.Arr
 def _verified_manifest(path: Path) -> dict[str, Any]:
     if not is_checkpoint(path):
         raise CheckpointError(f"{path} is no checkpoint of jaxcache's: it has no {MANIFEST}")
-    manifest = read_json(path / MANIFEST)
+    try:
+        manifest = read_json(path / MANIFEST)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {manifest.get('format')!r}, but this version reads {FORMAT}: save it again"
         )
+    if not {"name", "dtype", "params", "files"} <= manifest.keys():
+        raise CheckpointError(f"{path / MANIFEST} is incomplete. Save the checkpoint again")
     found = _fingerprints(path)
     wrong = [name for name, expected in manifest["files"].items() if found.get(name) != expected]
     if wrong:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jaxcache import CacheConfig, Engine, RequestOutput, SamplingParams, SchedulerConfig
-from jaxcache.models import load_model
+from jaxcache.models.loading import load_model
 
 SYSTEM = """\
 You are the guide of the Harbour Museum, a small museum of seafaring in an old rope factory by the water. You
@@ -101,7 +101,7 @@ def main() -> None:
                 bar.update()
 
     print_table(answers)
-    summary = summarise(answers, engines[True])
+    summary = summarise(answers, loaded.name)
     plot(answers, arguments.plot)
     print(json.dumps(summary))
 
@@ -140,18 +140,19 @@ def milliseconds(output: RequestOutput) -> float:
     return 1000 * (output.time_to_first_token or 0.0)
 
 
-def summarise(answers: dict[bool, list[RequestOutput]], engine: Engine) -> dict[str, object]:
-    """`ttft_cached_ms` is over the requests that had the prefix cached, that is all but the first."""
+def summarise(answers: dict[bool, list[RequestOutput]], model: str) -> dict[str, object]:
+    """Medians; `ttft_cached_ms` is over the requests that had the prefix cached, that is all but the first."""
+    hits = sum(o.num_cached_tokens for o in answers[True])
     cached = statistics.median(milliseconds(o) for o in answers[True] if o.num_cached_tokens)
     cold = statistics.median(milliseconds(o) for o in answers[False])
     return {
-        "hit_rate": round(engine.stats()["prefix_cache_hit_rate"], 4),
+        "hit_rate": round(hits / sum(o.num_prompt_tokens for o in answers[True]), 4),
         "ttft_cached_ms": round(cached, 1),
         "ttft_cold_ms": round(cold, 1),
         "ttft_ratio": round(cold / cached, 1),
         "identical": all(on.token_ids == off.token_ids for on, off in zip(answers[True], answers[False])),
         "requests": len(QUESTIONS),
-        "model": engine.name,
+        "model": model,
     }
 
 

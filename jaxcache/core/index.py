@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxcache.core.hashing import ExtraKeys, block_hash_with_group_id
+from jaxcache.core.events import EventLog
+from jaxcache.core.hashing import ExtraKeys, block_hash_with_group_id, split_group_id
 from jaxcache.core.pool import NULL_BLOCK
 from jaxcache.core.request import Request
 
@@ -47,8 +48,15 @@ class HashIndex:
     look-up takes the one that was named first.
     """
 
-    def __init__(self, num_blocks: int, block_sizes: Sequence[int], hash_block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_sizes: Sequence[int],
+        hash_block_size: int,
+        events: EventLog | None = None,
+    ) -> None:
         """`block_sizes`: tokens per block of each group, multiples of `hash_block_size`."""
+        self._events = events
         self._blocks: dict[bytes, list[int]] = {}
         self._keys: list[bytes | None] = [None] * num_blocks
         self._records: list[BlockRecord | None] = [None] * num_blocks
@@ -60,6 +68,10 @@ class HashIndex:
     def __len__(self) -> int:
         """Distinct keys."""
         return len(self._blocks)
+
+    def keys(self) -> Iterable[bytes]:
+        """Of all contents that are there: fingerprint and group."""
+        return self._blocks.keys()
 
     def is_named(self, block_id: int) -> bool:
         return self._keys[block_id] is not None
@@ -95,8 +107,9 @@ class HashIndex:
 
         Null blocks are skipped, and so is a block that has the name already. Returns the ids that are new here.
         """
-        inserted = []
+        inserted, positions, stop = [], [], start
         for position, block_id in enumerate(block_ids, start):
+            stop = position + 1
             if block_id == NULL_BLOCK:
                 continue
             key = self._key(request, group_id, position)
@@ -108,6 +121,9 @@ class HashIndex:
             self._keys[block_id] = key
             self._records[block_id] = self._record(request, self._block_sizes[group_id], position)
             inserted.append(block_id)
+            positions.append(position)
+        if self._events is not None and stop > start:
+            self._events.stored(request, group_id, start, stop, positions)
         return inserted
 
     def evict(self, block_ids: Iterable[int]) -> list[int]:
@@ -123,11 +139,17 @@ class HashIndex:
                 del self._blocks[key]
             self._keys[block_id] = self._records[block_id] = None
             evicted.append(block_id)
+            if self._events is not None:
+                self._events.removed(*split_group_id(key), still_served=bool(blocks))
         return evicted
 
     def clear(self) -> None:
         """Take all names away."""
-        self.evict(block_id for blocks in list(self._blocks.values()) for block_id in list(blocks))
+        self._blocks.clear()
+        self._keys = [None] * len(self._keys)
+        self._records = [None] * len(self._records)
+        if self._events is not None:
+            self._events.cleared()
 
     def check_invariants(self) -> None:
         """Raise `RuntimeError` if blocks and names contradict each other."""

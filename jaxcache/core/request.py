@@ -92,6 +92,7 @@ class Request:
         *,
         max_tokens: int = 16,
         adapter: str | None = None,
+        adapter_id: int | None = None,
         features: Sequence[MultiModalFeature] = (),
         cache_salt: str | None = None,
         prompt_embeds: np.ndarray | None = None,
@@ -116,6 +117,8 @@ class Request:
         self.vocab_size = vocab_size
         self.max_tokens = max_tokens
         self.adapter = adapter
+        self.adapter_id = adapter_id
+        """What events call the adapter besides its name; decides nothing."""
         self.features = tuple(features)
         self.cache_salt = cache_salt or None
         self.prompt_logprobs = prompt_logprobs

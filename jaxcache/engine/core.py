@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxcache.core.cache_manager import KVCacheManager
 from jaxcache.core.config import CacheConfig, SchedulerConfig
+from jaxcache.core.events import KVEventsConfig
 from jaxcache.core.hashing import get_request_block_hasher
 from jaxcache.core.request import Request, RequestStatus
 from jaxcache.core.scheduler import ScheduledTokens, Scheduler, StepPlan
@@ -73,6 +74,7 @@ class EngineCore:
         max_model_len: int,
         eos_token_ids: Sequence[int] = (),
         causal: bool = True,
+        events: KVEventsConfig | None = None,
     ) -> None:
         self.runner = runner
         self.eos_token_ids = tuple(eos_token_ids)
@@ -91,6 +93,7 @@ class EngineCore:
             enable_caching=caching,
             hash_block_size=cache.hash_block_size,
             watermark=scheduler.watermark,
+            events=events,
         )
         self._block_hasher = None
         if caching:
@@ -237,7 +240,9 @@ class EngineCore:
             return {}
         rows = np.array([result.first_rows[nth] + plan.scheduled[nth].num_tokens - 1 for nth in wanted])
         answer = self.runner.logprobs(result, rows, result.tokens[wanted])
-        return {nth: _position(answer, i, int(result.tokens[nth]), k) for i, (nth, k) in enumerate(zip(wanted, counts))}
+        return {
+            nth: _position(answer, i, int(result.tokens[nth]), k) for i, (nth, k) in enumerate(zip(wanted, counts))
+        }
 
     def _collect_prompt_logprobs(self, entry: ScheduledTokens, result: StepResult, first_row: int) -> None:
         """The row at position p predicts the token at p + 1."""

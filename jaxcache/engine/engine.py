@@ -11,6 +11,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from jaxcache.core.config import CacheConfig, SchedulerConfig
+from jaxcache.core.events import KVEventsConfig
 from jaxcache.core.request import RequestStatus
 from jaxcache.engine.chat import apply_chat_template
 from jaxcache.engine.core import CoreOutput, EngineCore
@@ -52,6 +53,7 @@ class Engine:
         buckets: Buckets | None = None,
         implementation: str | None = None,
         name: str = "model",
+        events: KVEventsConfig | None = None,
     ) -> None:
         """`model`: called as `model(step, kv, implementation=...)` and `model.logits(rows)`, see `models.Llama`.
 
@@ -85,6 +87,7 @@ class Engine:
             max_model_len=sizes.max_model_len,
             eos_token_ids=eos_token_ids,
             causal=getattr(config, "causal", True),
+            events=events,
         )
         self._outputs: dict[str, RequestOutput] = {}
         """Requests that have not ended."""
@@ -102,6 +105,7 @@ class Engine:
         dtype: jax.typing.DTypeLike | None = None,
         buckets: Buckets | None = None,
         implementation: str | None = None,
+        events: KVEventsConfig | None = None,
     ) -> "Engine":
         """An engine for a model on disk: a Hugging Face folder, a GGUF file, a checkpoint of ours, or the name of
         an installed Python package that ships a GGUF file (`models.load_model`).
@@ -120,6 +124,7 @@ class Engine:
             buckets=buckets,
             implementation=implementation,
             name=loaded.name,
+            events=events,
         )
 
     # One call

@@ -12,7 +12,13 @@ from jaxcache.core.index import HashIndex
 from jaxcache.core.managers import NO_BLOCKS
 from jaxcache.core.pool import NULL_BLOCK
 from jaxcache.core.request import Request, RequestStatus
-from jaxcache.core.specs import KVCacheGroup, KVCacheSpec, SinkFullAttentionSpec, resolve_block_sizes
+from jaxcache.core.specs import (
+    KVCacheGroup,
+    KVCacheSpec,
+    RecurrentSpec,
+    SinkFullAttentionSpec,
+    resolve_block_sizes,
+)
 from jaxcache.core.stats import PrefixCacheStats
 
 
@@ -210,9 +216,19 @@ class KVCacheManager:
         return True
 
     @property
+    def num_usable(self) -> int:
+        """Blocks that requests can hold: all but the null block and those of attention sinks."""
+        return self.pool.num_blocks - 1 - self._num_reserved
+
+    @property
     def num_held(self) -> int:
         """Blocks that requests hold."""
-        return self.pool.num_blocks - 1 - self.pool.num_free - self._num_reserved
+        return self.num_usable - self.pool.num_free
+
+    @property
+    def states_at_block_ends(self) -> bool:
+        """Whether a step must end where a block does, for the state there to be kept."""
+        return self.enable_caching and any(isinstance(group.spec, RecurrentSpec) for group in self.groups)
 
     def _take_sinks(self, spec: KVCacheSpec) -> np.ndarray:
         if not isinstance(spec, SinkFullAttentionSpec):

@@ -93,12 +93,20 @@ class KVCacheCoordinator:
         for manager, ids in zip(self.managers, hits):
             manager.add_hits(request_id, ids, num_computed_tokens)
 
-    def add_blocks(self, request_id: str, new_blocks: list[int], ids: np.ndarray) -> Hits:
+    def add_blocks(self, request_id: str, new_blocks: list[int], ids: np.ndarray, num_tokens: int) -> Hits:
         """Hand out freshly allocated `ids`, group after group. Returns them per group."""
         parts = np.split(ids, np.cumsum(new_blocks)[:-1]) if new_blocks else []
         for manager, part in zip(self.managers, parts):
-            manager.add_blocks(request_id, part)
+            manager.add_blocks(request_id, part, num_tokens)
         return parts
+
+    def new_step_starts(self) -> None:
+        for manager in self.managers:
+            manager.new_step_starts()
+
+    def must_wait(self, hits: Hits) -> bool:
+        """Whether `hits` hold something that the step being planned will only just compute."""
+        return any(manager.must_wait(ids) for manager, ids in zip(self.managers, hits))
 
     def block_ids(self, request_id: str) -> Hits:
         return [manager.block_ids(request_id) for manager in self.managers]

@@ -5,7 +5,7 @@ for all groups together, by the cache manager.
 """
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -14,17 +14,18 @@ from jaxcache.core.pool import NULL_BLOCK
 from jaxcache.core.request import Request
 from jaxcache.core.specs import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    MLAAttentionSpec,
+    RecurrentSpec,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
+    ceil_div,
 )
 
 NO_BLOCKS = np.zeros(0, np.int32)
 SpecT = TypeVar("SpecT", bound=KVCacheSpec)
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 class BlockTable:
@@ -76,7 +77,15 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
         self.num_cached_blocks: dict[str, int] = {}
         """Leading blocks of each tracked request that have been offered to the index."""
 
+    def new_step_starts(self) -> None:
+        """A step is about to be planned."""
+
     # What a hit needs
+
+    def must_wait(self, hits: np.ndarray) -> bool:
+        """Whether `hits` can be used in the next step, but not in this one."""
+        del hits
+        return False
 
     def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
         """The blocks of the longest hit of at most `max_length` tokens that all of `group_ids` hold.
@@ -90,10 +99,6 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
         """Leading tokens that the next token does not attend to."""
         del num_computed_tokens
         return 0
-
-    def max_admission_blocks(self) -> int | None:
-        """Blocks that a request holds at most, however long it is; `None` if that grows with its length."""
-        return None
 
     def cacheable(self, start: int, stop: int) -> np.ndarray | None:
         """Which blocks of `[start, stop)` can ever be part of a hit, bool; `None` for all."""
@@ -123,10 +128,8 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
 
     def plan_admission(self, request_id: str, num_tokens: int, hits: np.ndarray, num_computed_tokens: int) -> int:
         """Blocks to allocate until all `num_tokens` are computed; one recycled on the way counts once."""
-        cap = self.max_admission_blocks()
-        if cap is not None:
-            num_tokens = min(num_tokens, cap * self.block_size)
-        return self.plan(request_id, num_tokens, hits, num_computed_tokens)[0]
+        most = self.spec.max_blocks(self._max_model_len, self._max_num_batched_tokens)
+        return self.plan(request_id, min(num_tokens, most * self.block_size), hits, num_computed_tokens)[0]
 
     def add_hits(self, request_id: str, hits: np.ndarray, num_computed_tokens: int) -> None:
         """Begin the request's table with its hits, which have been touched."""
@@ -136,7 +139,9 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
         table.extend(hits[skipped:])
         self.num_cached_blocks[request_id] = table.num_blocks
 
-    def add_blocks(self, request_id: str, ids: np.ndarray) -> None:
+    def add_blocks(self, request_id: str, ids: np.ndarray, num_tokens: int) -> None:
+        """Lengthen the request's table by the blocks that `plan` asked for, so that it covers `num_tokens`."""
+        del num_tokens
         self.tables.setdefault(request_id, BlockTable()).extend(ids)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> list[int]:
@@ -221,10 +226,6 @@ class SlidingWindowManager(SingleTypeKVCacheManager[SlidingWindowSpec]):
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.spec.sliding_window + 1)
 
-    def max_admission_blocks(self) -> int:
-        in_flight = self.spec.sliding_window - 1 + self._max_num_batched_tokens
-        return ceil_div(min(in_flight, self._max_model_len), self.block_size) + 1
-
     def cacheable(self, start: int, stop: int) -> np.ndarray | None:
         """Hits end at multiples of the alignment, so only the last blocks before each can be part of one."""
         per_segment = self._alignment // self.block_size
@@ -255,18 +256,87 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager[ChunkedLocalAttentio
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return self._chunk_start(num_computed_tokens)
 
-    def max_admission_blocks(self) -> int:
-        in_flight = self.spec.attention_chunk_size + self._max_num_batched_tokens
-        return ceil_div(min(in_flight, self._max_model_len), self.block_size)
-
     def _chunk_start(self, num_tokens: int) -> int:
         return num_tokens // self.spec.attention_chunk_size * self.spec.attention_chunk_size
 
 
+class RecurrentManager(SingleTypeKVCacheManager[RecurrentSpec]):
+    """A hit needs one block: the state at its end. A running request holds the state that it goes on from."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._named_in_step: set[int] = set()
+
+    def new_step_starts(self) -> None:
+        self._named_in_step.clear()
+
+    def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
+        for position in reversed(range(max_length // self.block_size)):
+            if (position + 1) * self.block_size % self._alignment == 0:
+                blocks = self._index.find(request, group_ids, position)
+                if blocks is not None:
+                    found = np.full((len(group_ids), position + 1), NULL_BLOCK, np.int32)
+                    found[:, position] = blocks
+                    return found
+        return np.zeros((len(group_ids), 0), np.int32)
+
+    def must_wait(self, hits: np.ndarray) -> bool:
+        """A state is read before the step writes any, so one that this step computes is not there yet."""
+        return bool(len(hits)) and int(hits[-1]) in self._named_in_step
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - 1)
+
+    def plan(
+        self, request_id: str, num_tokens: int, hits: np.ndarray, num_computed_tokens: int
+    ) -> tuple[int, np.ndarray]:
+        required = ceil_div(num_tokens, self.block_size)
+        held = max(len(self.block_ids(request_id)), len(hits))
+        return int(required > held), hits[-1:] if request_id not in self.tables else NO_BLOCKS
+
+    def add_blocks(self, request_id: str, ids: np.ndarray, num_tokens: int) -> None:
+        """States between the one read and the one written are not kept."""
+        table = self.tables.setdefault(request_id, BlockTable())
+        between = ceil_div(num_tokens, self.block_size) - table.num_blocks - len(ids)
+        table.extend(np.full(max(between, 0), NULL_BLOCK, np.int32))
+        table.extend(ids)
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> list[int]:
+        named = super().cache_blocks(request, num_tokens)
+        self._named_in_step.update(named)
+        return named
+
+
+class CrossAttentionManager(SingleTypeKVCacheManager[CrossAttentionSpec]):
+    """As many blocks as the encoder's output needs, taken at once; nothing is looked up or named."""
+
+    def plan(
+        self, request_id: str, num_tokens: int, hits: np.ndarray, num_computed_tokens: int
+    ) -> tuple[int, np.ndarray]:
+        required = ceil_div(self.num_encoder_tokens.get(request_id, 0), self.block_size)
+        return max(required - len(self.block_ids(request_id)), 0), NO_BLOCKS
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.num_encoder_tokens: dict[str, int] = {}
+        """Set for each request before it is admitted."""
+
+    def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
+        raise ValueError("cross attention is never cached: switch enable_prefix_caching off for this model")
+
+    def pop(self, request_id: str) -> np.ndarray:
+        self.num_encoder_tokens.pop(request_id, None)
+        return super().pop(request_id)
+
+
 MANAGERS: dict[type[KVCacheSpec], type[SingleTypeKVCacheManager]] = {
     FullAttentionSpec: FullAttentionManager,
+    MLAAttentionSpec: FullAttentionManager,
+    SinkFullAttentionSpec: FullAttentionManager,
     SlidingWindowSpec: SlidingWindowManager,
     ChunkedLocalAttentionSpec: ChunkedLocalAttentionManager,
+    RecurrentSpec: RecurrentManager,
+    CrossAttentionSpec: CrossAttentionManager,
 }
 
 

@@ -65,6 +65,11 @@ class Scheduler:
     """
 
     def __init__(self, kv: KVCacheManager, config: SchedulerConfig) -> None:
+        if kv.states_at_block_ends and config.max_num_batched_tokens < kv.scheduler_block_size:
+            raise ValueError(
+                f"a model with recurrent layers is computed in whole blocks of {kv.scheduler_block_size} tokens: "
+                f"raise SchedulerConfig.max_num_batched_tokens from {config.max_num_batched_tokens} to that"
+            )
         self.kv = kv
         self.config = config
         self.waiting = make_queue(config.policy)
@@ -109,6 +114,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan a step: requests that run come first, then those that wait, unless running ones lacked blocks."""
+        self.kv.new_step_starts()
         plan = StepPlan(self.config.max_num_batched_tokens)
         self._schedule_running(plan)
         if not plan.preempted:
@@ -142,7 +148,7 @@ class Scheduler:
         for request in list(self.running):
             if plan.budget == 0:
                 return
-            num_tokens = self._chunk(request.num_tokens - request.num_computed_tokens, plan)
+            num_tokens = self._chunk(request, request.num_computed_tokens, plan)
             if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
                 continue
             while self.kv.allocate_slots(request, num_tokens) is None:
@@ -163,10 +169,11 @@ class Scheduler:
         while self.waiting and plan.budget and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek()
             hits, num_hits = self.kv.get_computed_blocks(request)
-            num_tokens = request.num_tokens - num_hits
-            if num_tokens > plan.budget and not self.config.enable_chunked_prefill:
+            if request.num_tokens - num_hits > plan.budget and not self.config.enable_chunked_prefill:
                 return
-            num_tokens = self._chunk(num_tokens, plan)
+            num_tokens = self._chunk(request, num_hits, plan)
+            if num_tokens == 0:
+                return
             blocks = self.kv.allocate_slots(
                 request,
                 num_tokens,
@@ -203,7 +210,7 @@ class Scheduler:
     def _never_fits(self, request: Request) -> str | None:
         """Why the whole pool would not be enough for `request`, if so."""
         need = self.kv.blocks_for(request.num_tokens)
-        usable = self.kv.pool.num_blocks - 1
+        usable = self.kv.num_usable
         if need <= usable:
             return None
         return (
@@ -211,6 +218,23 @@ class Scheduler:
             "shorten the request, or raise CacheConfig.num_blocks"
         )
 
-    def _chunk(self, num_tokens: int, plan: StepPlan) -> int:
-        limit = self.config.long_prefill_token_threshold
-        return min(num_tokens, plan.budget, limit or num_tokens)
+    def _chunk(self, request: Request, start: int, plan: StepPlan) -> int:
+        """How many of `request`'s tokens from `start` on this step may compute."""
+        limit = self.config.long_prefill_token_threshold or request.num_tokens
+        num_tokens = min(request.num_tokens - start, plan.budget, limit)
+        if self.kv.states_at_block_ends:
+            return _end_at_a_block(start, num_tokens, request.num_tokens, self.kv.scheduler_block_size)
+        return num_tokens
+
+
+def _end_at_a_block(start: int, num_tokens: int, length: int, block_size: int) -> int:
+    """`num_tokens`, cut so that the last state of every full block is one that a step ends with.
+
+    A recurrent layer keeps only the state at the end of a step. So steps over known tokens end where a block does;
+    what is left after the last full block, and each token generated, is a step of its own.
+    """
+    stop = start + num_tokens
+    last = length // block_size * block_size
+    if start < last:
+        stop = min(stop, last) // block_size * block_size
+    return max(0, stop - start)

@@ -13,7 +13,7 @@ from jaxcache.core.events import KVEventsConfig
 from jaxcache.core.hashing import get_request_block_hasher
 from jaxcache.core.request import Request, RequestStatus
 from jaxcache.core.scheduler import ScheduledTokens, Scheduler, StepPlan
-from jaxcache.core.specs import FullAttentionSpec, KVCacheGroup
+from jaxcache.engine.groups import kv_cache_groups
 from jaxcache.engine.runner import ModelRunner, SampledRow, StepResult, TokenLogprobs
 from jaxcache.engine.sampling_params import SamplingParams
 from jaxcache.engine.step_inputs import SequenceSlice
@@ -86,7 +86,7 @@ class EngineCore:
             )
             caching = False
         self.kv = KVCacheManager(
-            [KVCacheGroup(FullAttentionSpec(cache.block_size), tuple(range(runner.config.num_layers)))],
+            kv_cache_groups(runner.config, cache.block_size),
             num_blocks,
             max_model_len,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
@@ -181,7 +181,7 @@ class EngineCore:
             raise
 
     def _slice(self, entry: ScheduledTokens) -> SequenceSlice:
-        (block_ids,) = self.kv.coordinator.block_ids(entry.request.request_id)
+        block_ids = self.kv.coordinator.block_ids(entry.request.request_id)
         token_ids = np.frombuffer(entry.request.all_token_ids[entry.start : entry.stop], np.int32)
         return SequenceSlice(token_ids, entry.start, block_ids)
 

@@ -139,13 +139,14 @@ class PrefixCache:
         """
         slices = [self._slice(self._request(sequence), max_tokens) for sequence in sequences]
         shape = self._buckets.fit(sum(len(piece.token_ids) for piece in slices), len(slices))
-        return build_step_inputs(
+        (step,) = build_step_inputs(
             slices,
             shape,
             block_size=self.config.block_size,
             table_width=-(-self._max_model_len // self.config.block_size),
             tile_size=self._buckets.tile_size,
         )
+        return step
 
     def commit(self, sequence: CachedSequence, token: int | None = None, *, num_tokens: int | None = None) -> None:
         """The step was computed: its full blocks become findable, and `token` is appended.
@@ -201,7 +202,7 @@ class PrefixCache:
         if stop > len(block_ids) * self.config.block_size:
             self._allocate(request, stop - start)
             (block_ids,) = self._kv.coordinator.block_ids(request.request_id)
-        return SequenceSlice(np.frombuffer(request.all_token_ids[start:stop], np.int32), start, block_ids)
+        return SequenceSlice(np.frombuffer(request.all_token_ids[start:stop], np.int32), start, [block_ids])
 
     def _allocate(
         self, request: Request, num_tokens: int, num_hits: int = 0, hits: KVCacheBlocks | None = None

@@ -10,21 +10,30 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
+from jaxcache.engine.groups import kv_cache_groups, make_cache
 from jaxcache.engine.sampling import SamplingInputs, sample, token_logprobs, top_logprobs
 from jaxcache.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxcache.engine.step_inputs import Buckets, SequenceSlice, StepShape, build_step_inputs
-from jaxcache.kernels.layout import KVLayout, init_kv
 from jaxcache.kernels.step import StepInputs
 
 
 class ModelConfigLike(Protocol):
     """What the engine must know of a model."""
 
-    vocab_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    max_position: int
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def max_position(self) -> int: ...
 
 
 class SampledRow(NamedTuple):
@@ -60,8 +69,8 @@ class TokenLogprobs(NamedTuple):
 @partial(jax.jit, static_argnames=("graphdef", "implementation"), donate_argnames="kv")
 def _step(graphdef, params, kv, step, sampling, implementation):
     model = nnx.merge(graphdef, params)
-    hidden, kv = model(step, kv, implementation=implementation)
-    tokens, logprobs = sample(model.logits(hidden[step.logits_rows]), sampling)
+    hidden, kv = model(step if len(step) > 1 else step[0], kv, implementation=implementation)
+    tokens, logprobs = sample(model.logits(hidden[step[0].logits_rows]), sampling)
     return kv, tokens, logprobs, hidden
 
 
@@ -89,20 +98,21 @@ class ModelRunner:
         buckets: Buckets,
         implementation: str | None = None,
     ) -> None:
+        """`model` is called with one `StepInputs`, or with a tuple of them if it has several KV-cache groups."""
         self.graphdef, self.params = nnx.split(model)
         self.config = config
         self.buckets = buckets
         self._block_size = block_size
         self._table_width = -(-max_model_len // block_size)
         self._implementation = implementation
-        self._layout = KVLayout(config.num_kv_heads, config.head_dim, block_size)
+        self._num_groups = len(kv_cache_groups(config, block_size))
         self._num_blocks = num_blocks
         self._kv_dtype = jnp.dtype(kv_dtype)
         self.reset_kv()
 
     def reset_kv(self) -> None:
         """A fresh KV array: whatever was cached is gone."""
-        self.kv = init_kv(self._layout, self.config.num_layers, self._num_blocks, self._kv_dtype)
+        self.kv = make_cache(self.config, self._num_blocks, self._block_size, self._kv_dtype)
 
     @property
     def kv_lost(self) -> bool:
@@ -121,14 +131,14 @@ class ModelRunner:
         sampling = SamplingInputs.build(
             [row.params for row in rows],
             [row.seed for row in rows],
-            step.seq_lens[: len(rows)].tolist(),
+            step[0].seq_lens[: len(rows)].tolist(),
             shape.num_seqs,
             [row.suppressed for row in rows] if any(row.suppressed for row in rows) else (),
         )
         tokens, logprobs, hidden = self._call(step, sampling)
         n = len(slices)
         return StepResult(
-            np.asarray(tokens)[:n], np.asarray(logprobs)[:n], hidden, np.asarray(step.query_start[:n])
+            np.asarray(tokens)[:n], np.asarray(logprobs)[:n], hidden, np.asarray(step[0].query_start[:n])
         )
 
     def logprobs(self, result: StepResult, rows: np.ndarray, token_ids: np.ndarray) -> TokenLogprobs:
@@ -151,16 +161,19 @@ class ModelRunner:
             rows = np.zeros(self.LOGPROB_ROWS, np.int32)
             _logprobs(self.graphdef, self.params, hidden, rows, rows)
 
-    def _inputs(self, slices: Sequence[SequenceSlice], shape: StepShape) -> StepInputs:
+    def _inputs(self, slices: Sequence[SequenceSlice], shape: StepShape) -> tuple[StepInputs, ...]:
         return build_step_inputs(
             slices,
             shape,
             block_size=self._block_size,
             table_width=self._table_width,
             tile_size=self.buckets.tile_size,
+            num_groups=self._num_groups,
         )
 
-    def _call(self, step: StepInputs, sampling: SamplingInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _call(
+        self, step: tuple[StepInputs, ...], sampling: SamplingInputs
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         self.kv, tokens, logprobs, hidden = _step(
             self.graphdef, self.params, self.kv, step, sampling, self._implementation
         )

@@ -15,8 +15,8 @@ class SequenceSlice(NamedTuple):
     token_ids: np.ndarray
     """int32 [n], at positions `start`, `start + 1`, ..."""
     start: int
-    block_ids: np.ndarray
-    """int32, the sequence's block table."""
+    block_ids: Sequence[np.ndarray]
+    """int32, the sequence's block table in each group."""
 
 
 class StepShape(NamedTuple):
@@ -87,35 +87,42 @@ def _at_least(counts: tuple[int, ...], wanted: int, what: str) -> int:
 
 
 def build_step_inputs(
-    slices: Sequence[SequenceSlice], shape: StepShape, *, block_size: int, table_width: int, tile_size: int
-) -> StepInputs:
-    """The arrays of a step over `slices`, in their order, as numpy int32."""
+    slices: Sequence[SequenceSlice],
+    shape: StepShape,
+    *,
+    block_size: int,
+    table_width: int,
+    tile_size: int,
+    num_groups: int = 1,
+) -> tuple[StepInputs, ...]:
+    """The arrays of a step over `slices`, in their order, as numpy int32: one `StepInputs` per KV-cache group.
+
+    Those differ in block tables and slots alone, and share all other arrays.
+    """
     rows = sum(len(piece.token_ids) for piece in slices)
     token_ids = np.zeros(shape.num_tokens, np.int32)
     positions = np.zeros(shape.num_tokens, np.int32)
-    slot_mapping = np.full(shape.num_tokens, PAD_SLOT, np.int32)
-    block_tables = np.zeros((shape.num_seqs, table_width), np.int32)
+    slot_mapping = np.full((num_groups, shape.num_tokens), PAD_SLOT, np.int32)
+    block_tables = np.zeros((num_groups, shape.num_seqs, table_width), np.int32)
     seq_lens = np.zeros(shape.num_seqs, np.int32)
     query_start = np.full(shape.num_seqs + 1, rows, np.int32)
     row = 0
-    for nth, (ids, start, blocks) in enumerate(slices):
+    for nth, (ids, start, tables) in enumerate(slices):
         stop, end = start + len(ids), row + len(ids)
         token_ids[row:end] = ids
         at = np.arange(start, stop, dtype=np.int32)
         positions[row:end] = at
-        slot_mapping[row:end] = blocks[at // block_size] * block_size + at % block_size
-        block_tables[nth, : len(blocks)] = blocks
+        for group, blocks in enumerate(tables):
+            slot_mapping[group, row:end] = blocks[at // block_size] * block_size + at % block_size
+            block_tables[group, nth, : len(blocks)] = blocks
         seq_lens[nth] = stop
         query_start[nth] = row
         row = end
-    arrays: list[Any] = [
-        token_ids,
-        positions,
-        slot_mapping,
-        block_tables,
-        seq_lens,
-        query_start,
-        np.maximum(query_start[1:] - 1, 0),
-        make_tiles(query_start, seq_lens, tile_size, shape.num_tiles),
-    ]
-    return StepInputs(*arrays)
+    tiles = make_tiles(query_start, seq_lens, tile_size, shape.num_tiles)
+    logits_rows = np.maximum(query_start[1:] - 1, 0)
+
+    def of_group(group: int) -> StepInputs:
+        own: list[Any] = [slot_mapping[group], block_tables[group], seq_lens, query_start, logits_rows, tiles]
+        return StepInputs(token_ids, positions, *own)  # pyright: ignore[reportArgumentType]
+
+    return tuple(of_group(group) for group in range(num_groups))

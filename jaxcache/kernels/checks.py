@@ -26,14 +26,28 @@ def check_kv(kv: KVCache, head_dim: int) -> KVLayout:
             f"got shape {kv.data.shape}: make it with init_kv"
         )
     layout = KVLayout.of(kv, head_dim)
-    layers, blocks, heads, _, block_size, _ = kv.data.shape
-    wanted = (layers, blocks, heads, 2, block_size) if kv.data.dtype == jnp.int8 else None
+    wanted = (*kv.data.shape[:2], *layout.scale_shape) if kv.data.dtype == jnp.int8 else None
     found = None if kv.scales is None else kv.scales.shape
     if found != wanted:
         raise ValueError(
             f"kv.scales must be {wanted} for {kv.data.dtype} KV, got {found}: make the pair with init_kv"
         )
     return layout
+
+
+def check_rows(kv: KVCache, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> None:
+    """`k`, `v` and their slots go together and fit `kv`."""
+    check_float("k", k, rank=3)
+    layout = check_kv(kv, k.shape[-1])
+    if k.shape[1] != layout.num_kv_heads:
+        raise ValueError(f"k {k.shape} has {k.shape[1]} heads, but the KV array has {layout.num_kv_heads}")
+    if v.shape != k.shape or v.dtype != k.dtype:
+        raise ValueError(f"v is {v.dtype}{v.shape}, but k is {k.dtype}{k.shape}: they must be alike")
+    if slot_mapping.shape != k.shape[:1] or not jnp.issubdtype(slot_mapping.dtype, jnp.integer):
+        raise ValueError(
+            f"slot_mapping must be one integer per row of k, shape {k.shape[:1]}, "
+            f"got {slot_mapping.dtype}{slot_mapping.shape}"
+        )
 
 
 def check_layer(layer: object, kv: KVCache) -> Int[Array, ""]:

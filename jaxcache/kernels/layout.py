@@ -1,5 +1,6 @@
 """How keys and values lie in memory. Everything that touches the KV array asks this module."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,13 +13,17 @@ NULL_BLOCK = 0
 
 SIDE_BY_SIDE_MAX_HEAD_DIM = 64
 
+REGISTER_LANES = 128
+"""Lanes of a TPU register. An array whose last axis is no multiple of it is stored otherwise than kernels read it."""
+
 
 class KVCache(NamedTuple):
     """The KV of all layers of one group. `L` layers, `B` blocks, `H` KV heads, `P` planes, `S` slots, `D` lanes."""
 
     data: Shaped[Array, "L B H P S D"]
-    scales: Float[Array, "L B H 2 S"] | None = None
-    """Per token and head, for K and for V; only where `data` is int8: value = data * scale."""
+    scales: Float[Array, "L B 1 X"] | None = None
+    """Per token and head, for K and for V; only where `data` is int8: value = data * scale. `X` is `H * 2 * S`: one
+    row of a TPU register's lanes per block, where `[H, 2, S]` would be padded to eight times its size."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class KVLayout:
 
     A block of all heads is contiguous, so it is one copy to fetch it, and the head axis can be sharded.
     Heads of up to 64 lanes hold K and V side by side (`planes` 1, `lanes` 2 * head_dim), so that 64-wide heads
-    fill the 128 lanes of a TPU register; wider heads hold K and V as two planes (`planes` 2, `lanes` head_dim).
+    fill the 128 lanes of a TPU register; wider heads hold K and V as two planes of whole registers (`planes` 2,
+    `lanes` head_dim, rounded up to a multiple of 128: heads of 80 and 96 leave lanes empty, as a TPU would anyway).
     """
 
     num_kv_heads: int
@@ -50,18 +56,25 @@ class KVLayout:
 
     @property
     def lanes(self) -> int:
-        return 2 * self.head_dim if self.side_by_side else self.head_dim
+        if self.side_by_side:
+            return 2 * self.head_dim
+        return -(-self.head_dim // REGISTER_LANES) * REGISTER_LANES
 
     @property
     def block_shape(self) -> tuple[int, int, int, int]:
         """`[num_kv_heads, planes, block_size, lanes]`"""
         return (self.num_kv_heads, self.planes, self.block_size, self.lanes)
 
+    @property
+    def scale_shape(self) -> tuple[int, int]:
+        """`[1, num_kv_heads * 2 * block_size]`: head by head, K before V, slot by slot."""
+        return (1, self.num_kv_heads * 2 * self.block_size)
+
     def block_bytes(self, num_layers: int, dtype: jax.typing.DTypeLike) -> int:
         """Bytes that one block takes over all layers, K and V together, scales included."""
-        per_layer = 2 * self.num_kv_heads * self.block_size
-        scales = 4 * per_layer if jnp.dtype(dtype) == jnp.int8 else 0
-        return num_layers * (per_layer * self.head_dim * jnp.dtype(dtype).itemsize + scales)
+        per_layer = math.prod(self.block_shape) * jnp.dtype(dtype).itemsize
+        scales = 4 * math.prod(self.scale_shape) if jnp.dtype(dtype) == jnp.int8 else 0
+        return num_layers * (per_layer + scales)
 
     @staticmethod
     def of(kv: KVCache, head_dim: int) -> "KVLayout":
@@ -93,5 +106,4 @@ def init_kv(layout: KVLayout, num_layers: int, num_blocks: int, dtype: jax.typin
     data = jnp.zeros((num_layers, num_blocks, *layout.block_shape), dtype)
     if dtype != jnp.int8:
         return KVCache(data)
-    heads, _, block_size, _ = layout.block_shape
-    return KVCache(data, jnp.zeros((num_layers, num_blocks, heads, 2, block_size), jnp.float32))
+    return KVCache(data, jnp.zeros((num_layers, num_blocks, *layout.scale_shape), jnp.float32))

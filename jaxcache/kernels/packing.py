@@ -31,12 +31,14 @@ def pack_rows(
     else:
         kv = kv.astype(dtype)
     tokens, heads = kv.shape[:2]
+    if not layout.side_by_side:
+        kv = jnp.pad(kv, ((0, 0), (0, 0), (0, 0), (0, layout.lanes - layout.head_dim)))
     return kv.reshape(tokens, heads, layout.planes, layout.lanes), scales
 
 
 def unpack_blocks(
     blocks: Shaped[Array, "... N H P S L"],
-    scales: Float[Array, "... N H 2 S"] | None,
+    scales: Float[Array, "... N 1 X"] | None,
     layout: KVLayout,
     dtype: jax.typing.DTypeLike,
 ) -> tuple[Float[Array, "... H N*S D"], Float[Array, "... H N*S D"]]:
@@ -46,10 +48,11 @@ def unpack_blocks(
     if layout.side_by_side:
         k, v = flat[..., 0, :, : layout.head_dim], flat[..., 0, :, layout.head_dim :]
     else:
-        k, v = flat[..., 0, :, :], flat[..., 1, :, :]
+        k, v = flat[..., 0, :, : layout.head_dim], flat[..., 1, :, : layout.head_dim]
     if scales is None:
         return k.astype(dtype), v.astype(dtype)
-    per_token = jnp.moveaxis(scales, -4, -2)  # [..., H, 2, N, S]
+    by_head = scales.reshape(*scales.shape[:-2], layout.num_kv_heads, 2, layout.block_size)
+    per_token = jnp.moveaxis(by_head, -4, -2)  # [..., H, 2, N, S]
     per_token = lax.collapse(per_token, per_token.ndim - 2)
     k = k.astype(jnp.float32) * per_token[..., 0, :, None]
     v = v.astype(jnp.float32) * per_token[..., 1, :, None]

@@ -30,7 +30,7 @@ def split(data: np.ndarray, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """K and V of one slot of one layer, `[H, P, D]`, as the layout promises."""
     if head_dim <= 64:
         return data[:, 0, :head_dim], data[:, 0, head_dim:]
-    return data[:, 0], data[:, 1]
+    return data[:, 0, :head_dim], data[:, 1, :head_dim]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -57,7 +57,7 @@ def test_int8_keeps_each_head_within_half_a_step(implementation, head_dim):
     k = k.at[0, 0].set(0.0)  # a scale of zero
     kv = write_kv(cache(head_dim, "int8"), 1, k, v, jnp.array(SLOTS), implementation=implementation)
     assert kv.scales is not None
-    data, scales = np.array(kv.data, np.float32), np.array(kv.scales)
+    data, scales = np.array(kv.data, np.float32), np.array(kv.scales).reshape(*kv.data.shape[:3], 2, -1)
     for row, (block, offset) in WRITTEN.items():
         found = split(data[1, block, :, :, offset], head_dim)
         for plane, (stored, given) in enumerate(zip(found, (k, v))):

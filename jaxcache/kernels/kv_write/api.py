@@ -3,13 +3,14 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxcache.kernels.checks import check_float, check_kv, check_layer
-from jaxcache.kernels.dispatch import backend
+from jaxcache.kernels.checks import check_layer, check_rows
+from jaxcache.kernels.dispatch import Implementation, backend
 from jaxcache.kernels.layout import KVCache
 
 BACKENDS = {
     "reference": "jaxcache.kernels.kv_write.reference",
     "xla": "jaxcache.kernels.kv_write.xla",
+    "tpu": "jaxcache.kernels.kv_write.tpu",
 }
 
 
@@ -20,7 +21,7 @@ def write_kv(
     v: Float[Array, "T H D"],
     slot_mapping: Int[Array, " T"],
     *,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> KVCache:
     """`kv` with row `t` of `k` and `v` in slot `slot_mapping[t]` of `layer`.
 
@@ -31,16 +32,6 @@ def write_kv(
 
     `ValueError`: shapes or dtypes that do not go together, `layer` out of range, unknown `implementation`.
     """
-    module = backend("write_kv", implementation, BACKENDS)
-    check_float("k", k, rank=3)
-    layout = check_kv(kv, k.shape[-1])
-    if k.shape[1] != layout.num_kv_heads:
-        raise ValueError(f"k {k.shape} has {k.shape[1]} heads, but the KV array has {layout.num_kv_heads}")
-    if v.shape != k.shape or v.dtype != k.dtype:
-        raise ValueError(f"v is {v.dtype}{v.shape}, but k is {k.dtype}{k.shape}: they must be alike")
-    if slot_mapping.shape != k.shape[:1] or not jnp.issubdtype(slot_mapping.dtype, jnp.integer):
-        raise ValueError(
-            f"slot_mapping must be one integer per row of k, shape {k.shape[:1]}, "
-            f"got {slot_mapping.dtype}{slot_mapping.shape}"
-        )
-    return module.write_kv(kv, check_layer(layer, kv), k, v, jnp.asarray(slot_mapping))
+    write = backend("write_kv", implementation, BACKENDS)
+    check_rows(kv, k, v, slot_mapping)
+    return write(kv, check_layer(layer, kv), k, v, jnp.asarray(slot_mapping))

@@ -20,7 +20,8 @@ def write_kv(
     data = _put(kv.data, layer, rows, slot_mapping)
     if kv.scales is None or scales is None:
         return KVCache(data)
-    return KVCache(data, _put(kv.scales[..., None], layer, scales[..., None], slot_mapping)[..., 0])
+    by_head = kv.scales.reshape(*kv.scales.shape[:2], layout.num_kv_heads, 2, layout.block_size, 1)
+    return KVCache(data, _put(by_head, layer, scales[..., None], slot_mapping).reshape(kv.scales.shape))
 
 
 def _put(pool: Array, layer: Array, rows: Array, slots: Array) -> Array:

@@ -28,4 +28,6 @@ def write_kv(
     data = kv.data.at[layer, block, :, :, offset].set(rows, mode="drop")
     if kv.scales is None or scales is None:
         return KVCache(data)
-    return KVCache(data, kv.scales.at[layer, block, :, :, offset].set(scales, mode="drop"))
+    lane = jnp.arange(2 * layout.num_kv_heads, dtype=offset.dtype)[None] * layout.block_size + offset[:, None]
+    of_row = scales.reshape(lane.shape)
+    return KVCache(data, kv.scales.at[layer, block[:, None], 0, lane].set(of_row, mode="drop"))

@@ -1,19 +1,22 @@
-"""`paged_attention`: one call for every backend."""
+"""`paged_attention`, and with the write before it `write_and_attend`: one call for every backend."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxcache.kernels.checks import check_float, check_kv, check_layer
-from jaxcache.kernels.dispatch import backend
+from jaxcache.kernels.checks import check_float, check_kv, check_layer, check_rows
+from jaxcache.kernels.dispatch import Implementation, Tpu, backend
+from jaxcache.kernels.kv_write.api import write_kv
 from jaxcache.kernels.layout import KVCache
 from jaxcache.kernels.step import StepInputs
 
 BACKENDS = {
     "reference": "jaxcache.kernels.paged_attention.reference",
     "xla": "jaxcache.kernels.paged_attention.xla",
+    "tpu": "jaxcache.kernels.paged_attention.tpu",
 }
 
 
@@ -27,7 +30,7 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "T N D"]:
     """Causal attention of `T` query rows with `N` heads over the KV of `layer`, new rows already written.
 
@@ -41,7 +44,63 @@ def paged_attention(
 
     `ValueError`: shapes or dtypes that do not go together, `layer` out of range, unknown `implementation`.
     """
-    module = backend("paged_attention", implementation, BACKENDS)
+    attend = backend("paged_attention", implementation, BACKENDS)
+    options = _checked(q, kv, step, sm_scale, sliding_window, soft_cap, sinks)
+    return attend(q, kv, check_layer(layer, kv), jax.tree.map(jnp.asarray, step), **options)
+
+
+def write_and_attend(
+    q: Float[Array, "T N D"],
+    k: Float[Array, "T H D"],
+    v: Float[Array, "T H D"],
+    kv: KVCache,
+    layer: int | Int[Array, ""],
+    step: StepInputs,
+    *,
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "T N D"], KVCache]:
+    """`write_kv` of the step's new rows, then `paged_attention`, in one call where the backend has one.
+
+    On TPU the attention kernel has a decode's last block in fast memory anyway and writes the new row from there.
+    In exchange, a block that one decode of the step writes may not be read by another decode of the same step:
+    name such a block only when the step is done. Slots of decodes follow from the block table and `seq_lens`.
+    """
+    if not (implementation == "tpu" or isinstance(implementation, Tpu)):
+        kv = write_kv(kv, layer, k, v, step.slot_mapping, implementation=implementation)
+        out = paged_attention(
+            q,
+            kv,
+            layer,
+            step,
+            sm_scale=sm_scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            implementation=implementation,
+        )
+        return out, kv
+    fused = backend("write_and_attend", implementation, {"tpu": BACKENDS["tpu"]})
+    options = _checked(q, kv, step, sm_scale, sliding_window, soft_cap, sinks)
+    check_rows(kv, k, v, step.slot_mapping)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has {q.shape[0]} rows and k has {k.shape[0]}: they must be those of the step")
+    return fused(q, k, v, kv, check_layer(layer, kv), jax.tree.map(jnp.asarray, step), **options)
+
+
+def _checked(
+    q: Array,
+    kv: KVCache,
+    step: StepInputs,
+    sm_scale: float | None,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Array | None,
+) -> dict[str, Any]:
+    """The options of attention, once everything goes together."""
     check_float("q", q, rank=3)
     layout = check_kv(kv, q.shape[-1])
     if q.shape[1] % layout.num_kv_heads:
@@ -50,16 +109,12 @@ def paged_attention(
     scale = _positive("sm_scale", sm_scale)
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(f"sinks must hold one logit per query head, shape {q.shape[1:2]}, got {sinks.shape}")
-    return module.paged_attention(
-        q,
-        kv,
-        check_layer(layer, kv),
-        jax.tree.map(jnp.asarray, step),
-        sm_scale=layout.head_dim**-0.5 if scale is None else scale,
-        sliding_window=_window(sliding_window),
-        soft_cap=_positive("soft_cap", soft_cap),
-        sinks=sinks,
-    )
+    return {
+        "sm_scale": layout.head_dim**-0.5 if scale is None else scale,
+        "sliding_window": _window(sliding_window),
+        "soft_cap": _positive("soft_cap", soft_cap),
+        "sinks": sinks,
+    }
 
 
 def _positive(name: str, value: float | None) -> float | None:

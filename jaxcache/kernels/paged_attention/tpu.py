@@ -1,0 +1,314 @@
+"""Paged attention on TPU: q is packed into tiles, two instances of one Pallas kernel do the work, rows are unpacked.
+
+Sequences with one new row go through the decode instance, all others through the prefill instance. Either can be
+absent: a step without tiles has only decodes, and then row `s` is sequence `s`.
+
+Block tables are trusted more than elsewhere: all blocks from the first one that a row's window reaches to the last
+one must be held. Ids outside the array are read as the null block, never as somebody else's.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxcache.kernels.kv_write.tpu import on_all_slots, write_rows
+from jaxcache.kernels.layout import NULL_BLOCK, KVCache, KVLayout
+from jaxcache.kernels.packing import pack_rows
+from jaxcache.kernels.paged_attention import tpu_kernel
+from jaxcache.kernels.paged_attention.tpu_attend import LANES
+from jaxcache.kernels.paged_attention.tpu_kernel import Inputs, Plan
+from jaxcache.kernels.paged_attention.tpu_ring import SLOTS, TileRefs
+from jaxcache.kernels.step import StepInputs, Tiles
+from jaxcache.kernels.tuning import TpuTuning, tpu_tuning
+
+LOG2_E = math.log2(math.e)
+SUBLANES = 8
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+MAX_TILE_TOKENS = 256
+RING_BYTES = 32 * 2**20
+"""VMEM for KV chunks. With the tiles and the compiler's own it stays below `tpu_kernel.VMEM_LIMIT`."""
+
+TILE_BYTES = 20 * 2**20
+"""VMEM for q, outputs and statistics of a prefill tile."""
+
+
+def paged_attention(
+    q: Float[Array, "T N D"],
+    kv: KVCache,
+    layer: Int[Array, ""],
+    step: StepInputs,
+    *,
+    sm_scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, " N"] | None,
+    device_kind: str | None = None,
+    interpret: Any = False,
+) -> Float[Array, "T N D"]:
+    """As `api.paged_attention`; rows of no sequence are zero."""
+    attention = _Attention.of(
+        q, kv, layer, step, sm_scale, sliding_window, soft_cap, sinks, device_kind, interpret
+    )
+    out = attention.prefill(q, kv) if step.tiles.seq.size else jnp.zeros_like(q)
+    decoded, _ = attention.decode(q, kv, None)
+    return attention.put_decodes(out, decoded)
+
+
+def write_and_attend(
+    q: Float[Array, "T N D"],
+    k: Float[Array, "T H D"],
+    v: Float[Array, "T H D"],
+    kv: KVCache,
+    layer: Int[Array, ""],
+    step: StepInputs,
+    *,
+    sm_scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, " N"] | None,
+    device_kind: str | None = None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "T N D"], KVCache]:
+    """As `api.write_and_attend`: decode rows are written by the decode kernel, the others before it runs."""
+    attention = _Attention.of(
+        q, kv, layer, step, sm_scale, sliding_window, soft_cap, sinks, device_kind, interpret
+    )
+    rows, scales = pack_rows(k, v, attention.layout, kv.data.dtype)
+    # In this order, decodes may read what a prefill of the step writes, and prefills what a decode writes.
+    if step.tiles.seq.size:
+        elsewhere = jnp.where(attention.in_decode_row(), -1, step.slot_mapping)
+        kv = write_rows(kv, layer, rows, scales, elsewhere, interpret=interpret)
+    decoded, kv = attention.decode(q, kv, (rows, scales))
+    out = attention.prefill(q, kv) if step.tiles.seq.size else jnp.zeros_like(q)
+    return attention.put_decodes(out, decoded), kv
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """One call: its operands in the forms that both instances need."""
+
+    layout: KVLayout
+    layer: Int[Array, "1"]
+    step: StepInputs
+    tables: Int[Array, "S W"]
+    decodes: Tiles
+    """Sequences with one new row, as tiles of one row, the real ones first."""
+    num_decodes: Int[Array, ""]
+    group: int
+    q_scale: float
+    cap: float | None
+    window: int | None
+    sinks: Float[Array, "H G"] | None
+    compute_dtype: Any
+    token_bytes: int
+    """Of one token in the KV of one layer."""
+    tuning: TpuTuning
+    interpret: Any
+
+    @staticmethod
+    def of(q, kv, layer, step, sm_scale, window, soft_cap, sinks, device_kind, interpret) -> "_Attention":
+        layout = KVLayout.of(kv, q.shape[-1])
+        _check_supported(q, kv, layout)
+        group = q.shape[1] // layout.num_kv_heads
+        decodes, num_decodes = find_decodes(step)
+        if sinks is not None:
+            sinks = sinks.astype(jnp.float32).reshape(layout.num_kv_heads, group) * LOG2_E
+        return _Attention(
+            layout=layout,
+            layer=layer.reshape(1),
+            step=step,
+            tables=_pad_table(step.block_tables, kv.data.shape[1]),
+            decodes=decodes,
+            num_decodes=num_decodes,
+            group=group,
+            q_scale=sm_scale * LOG2_E if soft_cap is None else sm_scale / soft_cap,
+            cap=None if soft_cap is None else soft_cap * LOG2_E,
+            window=window,
+            sinks=sinks,
+            compute_dtype=jnp.float32 if kv.data.dtype == jnp.float32 else jnp.bfloat16,
+            token_bytes=layout.block_bytes(1, kv.data.dtype) // layout.block_size,
+            tuning=tpu_tuning(device_kind),
+            interpret=interpret,
+        )
+
+    # ---- prefill
+
+    def prefill(self, q: Float[Array, "T N D"], kv: KVCache) -> Float[Array, "T N D"]:
+        """Rows of the tiles; the other rows are zero."""
+        size = self._tile_tokens()
+        tiles = cut_tiles(self.step.tiles, size, q.shape[0])
+        rows = tiles.row[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        packed = self._pack(q, rows)  # [N, H, G * size, L]
+        chunk, sizes = self._chunk(self.tuning.prefill_sizes)
+        plan = Plan(
+            tile_rows=size,
+            chunk=chunk,
+            sizes=sizes,
+            tiles_per_program=1,
+            row_sum=self.tuning.row_sum if self.layout.lanes % LANES == 0 else "lanes",
+            depth=self.tuning.depth,
+            stacked_heads=0,
+            window=self.window,
+            cap=self.cap,
+        )
+        count = jnp.sum(tiles.kv_end > 0, dtype=jnp.int32)
+        out, _ = self._call("paged_attention_prefill", plan, tiles, count, packed, None, size, kv, q.dtype)
+        return self._unpack(out, tiles, q.shape)
+
+    def _tile_tokens(self) -> int:
+        """A power of two of tokens that makes about `prefill_rows` rows per KV head, as far as they fit in VMEM."""
+        item, lanes = jnp.dtype(self.compute_dtype).itemsize, self.layout.lanes
+        row_bytes = self.layout.num_kv_heads * (
+            4 * item * lanes + 4 * (2 * LANES + lanes)
+        )  # q, output; statistics
+        rows = min(self.tuning.prefill_rows, TILE_BYTES // row_bytes)
+        wanted = max(rows // self.group, 2 * SUBLANES)
+        return min(1 << (wanted.bit_length() - 1), MAX_TILE_TOKENS)
+
+    def _unpack(self, out: Shaped[Array, "N H R L"], tiles: Tiles, shape: tuple[int, ...]) -> Array:
+        size, total = out.shape[2] // self.group, shape[0]
+        by_row = self._values(out).reshape(-1, self.layout.num_kv_heads, self.group, size, shape[2])
+        by_row = by_row.transpose(0, 3, 1, 2, 4).reshape(-1, *shape[1:])
+        # The tile of a row is the last one that starts at or before it.
+        real = tiles.kv_end > 0
+        starts = jnp.zeros(total, jnp.int32).at[jnp.where(real, tiles.row, total)].add(1, mode="drop")
+        tile = jnp.maximum(jnp.cumsum(starts) - 1, 0)
+        offset = jnp.arange(total, dtype=jnp.int32) - tiles.row[tile]
+        inside = (offset >= 0) & (offset < tiles.kv_end[tile] - tiles.pos[tile])
+        rows = by_row[tile * size + jnp.clip(offset, 0, size - 1)]
+        return jnp.where(inside[:, None, None], rows, jnp.zeros_like(rows))
+
+    # ---- decode
+
+    def decode(self, q: Float[Array, "T N D"], kv: KVCache, new: tuple[Array, Array | None] | None):
+        """Outputs `[S, N, D]` of `self.decodes`, and `kv`, with their `new` rows and scales written if given."""
+        per_program = min(self.tuning.decode_tiles, self.decodes.seq.shape[0])
+        short = -self.decodes.seq.shape[0] % per_program
+        tiles = Tiles(*(jnp.pad(field, (0, short)) for field in self.decodes))
+        packed = self._pack(q, tiles.row[:, None])  # [S, H, G, L]
+        rows = -(-self.group // SUBLANES) * SUBLANES
+        packed = jnp.pad(packed, ((0, 0), (0, 0), (0, rows - self.group), (0, 0)))
+        chunk, sizes = self._chunk(self.tuning.decode_sizes)
+        plan = Plan(
+            tile_rows=1,
+            chunk=chunk,
+            sizes=sizes,
+            tiles_per_program=per_program,
+            row_sum="lanes",
+            depth=0,
+            stacked_heads=self.tuning.stacked_heads,
+            window=self.window,
+            cap=self.cap,
+        )
+        if new is not None:
+            new = tuple(None if x is None else jnp.take(x, tiles.row, axis=0, mode="clip") for x in new)
+        out, kv = self._call("paged_attention_decode", plan, tiles, self.num_decodes, packed, new, 1, kv, q.dtype)
+        out = self._values(out)[: out.shape[0] - short, :, : self.group]
+        return out.reshape(out.shape[0], *q.shape[1:]), kv
+
+    def put_decodes(self, out: Float[Array, "T N D"], decoded: Float[Array, "S N D"]) -> Float[Array, "T N D"]:
+        """`out` with the decodes in their rows."""
+        return out.at[self._decode_rows()].set(decoded, mode="drop")
+
+    def in_decode_row(self) -> Bool[Array, " T"]:
+        return jnp.zeros(self.step.positions.shape[0], bool).at[self._decode_rows()].set(True, mode="drop")
+
+    def _decode_rows(self) -> Int[Array, " S"]:
+        """The rows of the decodes; beyond the last row where there is no further decode."""
+        rows = self.decodes.row
+        return jnp.where(jnp.arange(rows.shape[0]) < self.num_decodes, rows, self.step.positions.shape[0])
+
+    # ---- both
+
+    def _chunk(self, sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Tokens per chunk, halved until the ring fits in VMEM, and the sizes up to it."""
+        chunk, smallest = self.tuning.chunk, max(LANES, self.layout.block_size)
+        while chunk > smallest and SLOTS * chunk * self.token_bytes > RING_BYTES:
+            chunk //= 2
+        return chunk, (*(size for size in sizes if smallest <= size < chunk), chunk)
+
+    def _values(self, out: Shaped[Array, "N H R L"]) -> Shaped[Array, "N H R D"]:
+        """The lanes that hold weighted values; side by side, the lower half holds weighted keys."""
+        head_dim = self.layout.head_dim
+        return out[..., head_dim:] if self.layout.side_by_side else out[..., :head_dim]
+
+    def _pack(self, q: Float[Array, "T N D"], rows: Int[Array, "N Q"]) -> Shaped[Array, "N H R L"]:
+        """Scaled q of `rows`, tile by tile, rows of a KV head in order `[group, token]`."""
+        scaled = (q.astype(jnp.float32) * self.q_scale).astype(self.compute_dtype)
+        taken = jnp.take(scaled, rows, axis=0, mode="clip")
+        tiles, size, _, head_dim = taken.shape
+        taken = taken.reshape(tiles, size, self.layout.num_kv_heads, self.group, head_dim).transpose(0, 2, 3, 1, 4)
+        packed = taken.reshape(tiles, self.layout.num_kv_heads, self.group * size, head_dim)
+        return jnp.pad(packed, ((0, 0), (0, 0), (0, 0), (0, self.layout.lanes - head_dim)))
+
+    def _call(self, name, plan, tiles, count, packed, new, tokens, kv, out_dtype):
+        first_block = None
+        if self.window is not None:
+            first_block = jnp.maximum(tiles.pos - self.window + 1, 0) // self.layout.block_size
+        sinks = None
+        if self.sinks is not None:
+            per_row = jnp.repeat(self.sinks, tokens, axis=1)
+            per_row = jnp.pad(per_row, ((0, 0), (0, packed.shape[2] - per_row.shape[1])))
+            sinks = jnp.broadcast_to(per_row[..., None], (*per_row.shape, LANES))
+        rows, row_scales = (None, None) if new is None else new
+        if rows is not None:
+            rows = rows[:, :, :, None]
+        if row_scales is not None:
+            row_scales = on_all_slots(row_scales, self.layout.block_size)
+        out, data, scales = tpu_kernel.call(
+            TileRefs(self.layer, count.reshape(1), tiles.seq, tiles.pos, tiles.kv_end, first_block),
+            Inputs(packed, rows, row_scales, sinks, self.tables, kv.data, kv.scales),
+            plan,
+            out_dtype,
+            self.compute_dtype,
+            name=name,
+            interpret=self.interpret,
+        )
+        return out, KVCache(data, scales)
+
+
+def find_decodes(step: StepInputs) -> tuple[Tiles, Int[Array, ""]]:
+    """The sequences with one new row as tiles of one row, the real ones first, and how many they are."""
+    sequences = jnp.arange(step.seq_lens.shape[0], dtype=jnp.int32)
+    single = jnp.diff(step.query_start) == 1
+    count = jnp.sum(single, dtype=jnp.int32)
+    place = jnp.where(single, jnp.cumsum(single) - 1, sequences.shape[0])
+    seq = jnp.zeros_like(sequences).at[place].set(sequences, mode="drop")
+    kv_end = jnp.where(sequences < count, step.seq_lens[seq], 0)
+    return Tiles(seq, step.query_start[seq], kv_end - 1, kv_end), count
+
+
+def cut_tiles(tiles: Tiles, size: int, rows: int) -> Tiles:
+    """`tiles`, however long the host made them, in pieces of at most `size` rows; `rows` in all at most."""
+    lengths = jnp.where(tiles.kv_end > 0, tiles.kv_end - tiles.pos, 0)
+    pieces = -(-lengths // size)
+    ends = jnp.cumsum(pieces)
+    nth = jnp.arange(rows // size + tiles.seq.shape[0], dtype=jnp.int32)
+    of = jnp.minimum(jnp.searchsorted(ends, nth, side="right"), tiles.seq.shape[0] - 1)
+    skipped = (nth - ends[of] + pieces[of]) * size
+    pos = tiles.pos[of] + skipped
+    kv_end = jnp.where(nth < ends[-1], jnp.minimum(pos + size, tiles.kv_end[of]), 0)
+    return Tiles(tiles.seq[of], tiles.row[of] + skipped, pos, kv_end)
+
+
+def _pad_table(tables: Int[Array, "S W"], num_blocks: int) -> Int[Array, "S V"]:
+    """Ids outside the array as the null block, and rows of whole lanes, as the copy to scalar memory needs them."""
+    tables = jnp.where((tables > NULL_BLOCK) & (tables < num_blocks), tables, NULL_BLOCK)
+    return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % LANES)))
+
+
+def _check_supported(q: Array, kv: KVCache, layout: KVLayout) -> None:
+    if kv.data.dtype.name not in KV_DTYPES:
+        raise ValueError(
+            f"the TPU kernel has no KV dtype {kv.data.dtype.name}: choose one of {', '.join(KV_DTYPES)}"
+        )
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"the TPU kernel takes float32 or bfloat16 queries, got {q.dtype.name}")
+    if layout.block_size not in BLOCK_SIZES:
+        raise ValueError(
+            f"the TPU kernel has no block size {layout.block_size}: choose one of {', '.join(map(str, BLOCK_SIZES))}"
+        )

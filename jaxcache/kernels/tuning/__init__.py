@@ -1,0 +1,63 @@
+"""Tile sizes and the like per device kind: one JSON file each, with a default that fits every TPU.
+
+The device kind is what JAX calls it (`jax.Device.device_kind`), handed in by the caller: a program may be compiled on
+a machine that has another device, or none.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class TpuTuning:
+    """How to cut the work of the TPU kernels. Sizes are chosen from static bundle counts, see `docs/kernels.md`."""
+
+    chunk: int
+    """KV tokens fetched and attended to at a time."""
+    prefill_sizes: tuple[int, ...]
+    """What a chunk that is not full is rounded up to in prefill; the last one is `chunk`."""
+    decode_sizes: tuple[int, ...]
+    prefill_rows: int
+    """Rows of a prefill tile, query heads of one KV head times tokens: enough that compute outweighs fetching KV."""
+    row_sum: str
+    """"lanes", or "matmul" where the matrix unit is 256 wide."""
+    depth: int
+    """KV heads in flight between softmax and weighted values."""
+    stacked_heads: int
+    """KV heads that share one softmax in decode."""
+    decode_tiles: int
+    """Sequences per program of the decode instance."""
+
+
+def known_kinds() -> list[str]:
+    """The device kinds that have a file of their own."""
+    return sorted(_entries())
+
+
+@cache
+def tpu_tuning(device_kind: str | None) -> TpuTuning:
+    """The entry of `device_kind`; the default for `None` and for a kind without one."""
+    default = _read(f"{DEFAULT}.json")["tpu"]
+    chosen = _entries().get(device_kind or "", {})
+    unknown = set(chosen) - {field.name for field in fields(TpuTuning)}
+    if unknown:
+        raise ValueError(f"the tuning of {device_kind!r} has unknown entries {sorted(unknown)}")
+    merged = default | chosen
+    return TpuTuning(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in merged.items()}
+    )
+
+
+@cache
+def _entries() -> dict[str, dict]:
+    names = (file.name for file in resources.files(__name__).iterdir())
+    files = [_read(name) for name in names if name.endswith(".json") and name != f"{DEFAULT}.json"]
+    return {kind: file["tpu"] for file in files for kind in file["device_kinds"]}
+
+
+def _read(name: str) -> dict:
+    return json.loads(resources.files(__name__).joinpath(name).read_text())

@@ -13,6 +13,7 @@ from jaxcache.core.managers import NO_BLOCKS
 from jaxcache.core.pool import NULL_BLOCK
 from jaxcache.core.request import Request, RequestStatus
 from jaxcache.core.specs import (
+    FullAttentionSpec,
     KVCacheGroup,
     KVCacheSpec,
     RecurrentSpec,
@@ -186,6 +187,8 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Name the full blocks of `request`'s first `num_tokens` tokens, so that others find them."""
+        if request.skip_writing_prefix_cache:
+            return
         self.pool.name(self.coordinator.cache_blocks(request, num_tokens))
 
     def uncache(self, request: Request, num_tokens: int) -> None:
@@ -193,6 +196,21 @@ class KVCacheManager:
         for manager in self.coordinator.managers:
             ids = manager.uncache_blocks(request.request_id, num_tokens)
             self.pool.unname(self.index.evict(ids.tolist()))
+
+    def truncate(self, request: Request, num_tokens: int) -> int:
+        """Give back the blocks of `request` past its first `num_tokens` tokens. Returns how many stay computed.
+
+        A block that is full keeps its name and content, so the sequence cannot go on writing into it: where
+        `num_tokens` ends inside one, that block is given back as well. Full attention only.
+        """
+        if not all(isinstance(group.spec, FullAttentionSpec) for group in self.groups):
+            raise ValueError("only a sequence of full attention can be cut: other layers no longer have its past")
+        kept = min(num_tokens, request.num_computed_tokens)
+        for manager in self.coordinator.managers:
+            kept = min(kept, manager.keep_writable(request.request_id, num_tokens))
+        for manager in self.coordinator.managers:
+            self.pool.release(manager.cut(request.request_id, kept))
+        return kept
 
     def free(self, request: Request) -> None:
         """Give back all that `request` holds, deepest blocks first; named ones stay findable until reused."""

@@ -178,6 +178,22 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
         ids[:] = NULL_BLOCK
         return removed
 
+    def keep_writable(self, request_id: str, num_tokens: int) -> int:
+        """The most of the first `num_tokens` tokens that leave the next one in a block that has no name."""
+        block = num_tokens // self.block_size
+        named = num_tokens % self.block_size and block < self.num_cached_blocks.get(request_id, 0)
+        return block * self.block_size if named else num_tokens
+
+    def cut(self, request_id: str, num_tokens: int) -> np.ndarray:
+        """Drop the blocks past the first `num_tokens` tokens from the table. Returns their ids, deepest first."""
+        kept = ceil_div(num_tokens, self.block_size)
+        table = self.tables[request_id]
+        cut = table.ids[kept:][::-1].copy()
+        table.num_blocks = min(table.num_blocks, kept)
+        if request_id in self.num_cached_blocks:
+            self.num_cached_blocks[request_id] = min(self.num_cached_blocks[request_id], kept)
+        return cut[cut != NULL_BLOCK]
+
     def pop(self, request_id: str) -> np.ndarray:
         """Forget the request. Returns the blocks that it held, deepest first."""
         table = self.tables.pop(request_id, None)

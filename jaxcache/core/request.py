@@ -78,6 +78,27 @@ def _is_token_id(value: Any) -> bool:
     return integral and 0 <= int(value) <= MAX_TOKEN_ID
 
 
+def check_features(features: Sequence[MultiModalFeature], num_tokens: int) -> tuple[MultiModalFeature, ...]:
+    """`features` as a tuple; a `ValueError` unless they are named, in order, apart and inside the prompt."""
+    end = 0
+    for nth, feature in enumerate(features):
+        identifier, offset, length = feature
+        if not isinstance(identifier, str) or not identifier:
+            raise ValueError(f"feature {nth} needs an identifier derived from its content, got {identifier!r}")
+        if length <= 0 or offset < 0 or offset + length > num_tokens:
+            raise ValueError(
+                f"feature {nth} ({identifier!r}) covers tokens [{offset}, {offset + length}), but the prompt has "
+                f"[0, {num_tokens}) and a feature at least one token"
+            )
+        if offset < end:
+            raise ValueError(
+                f"feature {nth} ({identifier!r}) begins at token {offset}, but the one before ends at {end}: "
+                "sort features by offset, and let them not overlap"
+            )
+        end = offset + length
+    return tuple(MultiModalFeature(*feature) for feature in features)
+
+
 class Request:
     """Tokens, identity and progress of one request. Made once, then changed only by scheduler and engine.
 
@@ -99,6 +120,7 @@ class Request:
         prompt_logprobs: int | None = None,
         pooling: str | None = None,
         skip_reading_prefix_cache: bool | None = None,
+        skip_writing_prefix_cache: bool = False,
         priority: int = 0,
         arrival_time: float | None = None,
         vocab_size: int | None = None,
@@ -118,12 +140,14 @@ class Request:
         self.max_tokens = max_tokens
         self.adapter = adapter
         self.adapter_id = adapter_id
-        """What events call the adapter besides its name; decides nothing."""
-        self.features = tuple(features)
+        """Which weights go by that name: another one for each time an adapter is loaded or replaced."""
+        self.features = check_features(features, self.num_prompt_tokens)
         self.cache_salt = cache_salt or None
         self.prompt_logprobs = prompt_logprobs
         self.pooling = pooling
         self._skip_reading = skip_reading_prefix_cache
+        self.skip_writing_prefix_cache = skip_writing_prefix_cache
+        """Whether its blocks are never named, so that nobody finds them."""
         self.priority = priority
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
 
@@ -160,9 +184,9 @@ class Request:
         return self.all_token_ids[self.num_prompt_tokens :].tolist()
 
     @property
-    def namespace(self) -> tuple[str | None, str | None]:
+    def namespace(self) -> tuple[str | None, int | None, str | None]:
         """Requests of different namespaces never share a block."""
-        return (self.adapter, self.cache_salt)
+        return (self.adapter, self.adapter_id, self.cache_salt)
 
     @property
     def has_embeds(self) -> bool:
@@ -181,6 +205,19 @@ class Request:
         else:
             self.all_token_ids.extend(pack_token_ids(token_ids, self.vocab_size, "output"))
         self.update_block_hashes()
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget all tokens past the first `num_tokens`, and the hashes of the blocks that they were in."""
+        if not 0 < num_tokens <= self.num_tokens:
+            raise ValueError(f"cannot keep {num_tokens} of {self.num_tokens} tokens")
+        del self.all_token_ids[num_tokens:]
+        self.num_prompt_tokens = min(self.num_prompt_tokens, num_tokens)
+        if self._block_hasher is not None:
+            full = num_tokens // self._block_hasher.block_size
+            del self.block_hashes[full:], self.block_extra_keys[full:]
+            self.next_feature = 0
+        for block_size, records in self.records.items():
+            del records[num_tokens // block_size :]
 
     def update_block_hashes(self) -> None:
         """Hash the full blocks that have no hash yet. Without a hasher there are none."""

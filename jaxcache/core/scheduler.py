@@ -144,6 +144,25 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.put_back(request)
 
+    def preempt_all(self) -> None:
+        """Preempt every running request; they keep their order."""
+        for request in reversed(list(self.running)):
+            self.preempt(request)
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget all cached content. While requests run: `False`, or preempt them, to be computed again."""
+        if reset_running:
+            self.preempt_all()
+        return self.kv.reset_prefix_cache()
+
+    def describe(self) -> str:
+        """Who runs, who waits, and what is free: for a message about a run that is stuck."""
+        waiting = list(self.waiting)
+        return (
+            f"{len(self.running)} running {self.running[:4]}, {len(waiting)} waiting {waiting[:4]}, "
+            f"{self.kv.pool.num_free} of {self.kv.num_usable} blocks free"
+        )
+
     def _schedule_running(self, plan: StepPlan) -> None:
         for request in list(self.running):
             if plan.budget == 0:

@@ -4,6 +4,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from jaxcache.engine.sampling_params import SamplingParams
 from jaxcache.engine.step_inputs import SequenceSlice
 
 logger = logging.getLogger(__name__)
+
+MAX_IDLE_STEPS = 8
+"""Steps in a row that may compute nothing while requests wait, before that is an error."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class EngineCore:
             )
         self.scheduler = Scheduler(self.kv, scheduler)
         self._requests: dict[str, CoreRequest] = {}
+        self._idle_steps = 0
 
     # Requests come and go
 
@@ -125,6 +130,7 @@ class EngineCore:
             cache_salt=cache_salt,
             prompt_logprobs=params.prompt_logprobs,
             skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+            skip_writing_prefix_cache=params.skip_writing_prefix_cache,
             priority=priority,
             arrival_time=arrival_time,
             vocab_size=self.vocab_size,
@@ -157,15 +163,30 @@ class EngineCore:
         outputs = [CoreOutput(request, finished=True) for request in plan.refused]
         for request in plan.refused:
             self._requests.pop(request.request_id)
+        self._idle_steps = 0 if plan.scheduled or plan.refused or not self.has_unfinished else self._idle_steps + 1
+        if self._idle_steps > MAX_IDLE_STEPS:
+            raise RuntimeError(f"no progress in {self._idle_steps} steps: {self.scheduler.describe()}")
         if plan.scheduled:
             result = self._run(plan)
             self.scheduler.commit(plan)
             outputs += self._update(plan, result)
         return outputs
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached content; `False`, and nothing done, while requests hold blocks."""
-        return self.kv.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget all cached content. While requests run: `False`, saying who, or have them computed again."""
+        if not reset_running and self.scheduler.running:
+            logger.warning(
+                "the prefix cache was not reset: %d blocks are held by %s",
+                self.kv.num_held,
+                [request.request_id for request in self.scheduler.running],
+            )
+            return False
+        return self.scheduler.reset_prefix_cache(reset_running)
+
+    def update_params(self, params: Any) -> None:
+        """Other weights: nothing computed with the old ones is found again, and running requests start over."""
+        self.runner.update_params(params)
+        self.scheduler.reset_prefix_cache(reset_running=True)
 
     def _run(self, plan: StepPlan) -> StepResult:
         entries = [self._requests[entry.request.request_id] for entry in plan.scheduled]
@@ -190,9 +211,7 @@ class EngineCore:
         for entry in plan.scheduled:
             self._requests.pop(entry.request.request_id)
         if self.runner.kv_lost:
-            for request in reversed(list(self.scheduler.running)):
-                self.scheduler.preempt(request)
-            self.kv.reset_prefix_cache()
+            self.scheduler.reset_prefix_cache(reset_running=True)
             self.runner.reset_kv()
 
     def _update(self, plan: StepPlan, result: StepResult) -> list[CoreOutput]:

@@ -266,9 +266,13 @@ class Engine:
         self.runner.warmup(progress)
         self.core.kv.warmup()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached content; `False`, and nothing done, while requests hold blocks."""
-        return self.core.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget all cached content. While requests run: `False`, saying who, or have them computed again."""
+        return self.core.reset_prefix_cache(reset_running)
+
+    def update_params(self, params: Any) -> None:
+        """Give the model other weights (`nnx.state` of the same model); nothing cached before is found again."""
+        self.core.update_params(params)
 
     def stats(self) -> dict[str, float]:
         """Counts since the start (hits and queries in tokens, each admission once), and the present state."""
@@ -403,4 +407,4 @@ def _is_one_prompt(prompts: Any) -> bool:
     """A text, or token ids in any container, rather than several of them."""
     if isinstance(prompts, str) or hasattr(prompts, "dtype"):
         return True
-    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+    return isinstance(prompts, Sequence) and bool(prompts) and not hasattr(prompts[0], "__len__")

@@ -9,7 +9,7 @@ import numpy as np
 from jaxcache.core.cache_manager import KVCacheBlocks, KVCacheManager
 from jaxcache.core.config import CacheConfig
 from jaxcache.core.hashing import get_request_block_hasher
-from jaxcache.core.request import Request, RequestStatus
+from jaxcache.core.request import Request, RequestStatus, pack_token_ids
 from jaxcache.core.specs import FullAttentionSpec, KVCacheGroup
 from jaxcache.engine.step_inputs import Buckets, SequenceSlice, build_step_inputs
 from jaxcache.kernels import layout
@@ -65,6 +65,14 @@ class CachedSequence:
     def block_ids(self) -> list[int]:
         """The block table: block `i` holds tokens `i * block_size` and on."""
         return self._cache.block_ids(self)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append known tokens, the next turn of a conversation say; `step_inputs` computes them."""
+        self._cache.extend(self, token_ids)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Drop all tokens past the first `num_tokens`, computed or not."""
+        self._cache.truncate(self, num_tokens)
 
     def close(self) -> None:
         """Give the blocks back; those that are full stay findable until they are needed for something else."""
@@ -166,6 +174,24 @@ class PrefixCache:
             self._kv.cache_blocks(request, request.num_computed_tokens)
         if token is not None:
             request.append_output_token_ids([int(token)])
+
+    def extend(self, sequence: CachedSequence, token_ids: Iterable[int]) -> None:
+        """Append known tokens. Blocks for them are taken when they are to be computed."""
+        request = self._request(sequence)
+        packed = pack_token_ids(token_ids, what="sequence")
+        if request.num_tokens + len(packed) > self._max_model_len:
+            raise ValueError(
+                f"{len(packed)} more tokens make {request.num_tokens + len(packed)}, but a sequence may have "
+                f"{self._max_model_len}"
+            )
+        request.append_output_token_ids(packed)
+
+    def truncate(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Drop all tokens past the first `num_tokens`; blocks that held them and are full stay findable."""
+        request = self._request(sequence)
+        kept = self._kv.truncate(request, num_tokens)
+        request.truncate(num_tokens)
+        request.num_computed_tokens = min(kept, num_tokens)
 
     def close(self, sequence: CachedSequence) -> None:
         """Give the sequence's blocks back. Twice is once."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +113,19 @@ class ModelRunner:
     def reset_kv(self) -> None:
         """A fresh KV array: whatever was cached is gone."""
         self.kv = make_cache(self.config, self._num_blocks, self._block_size, self._kv_dtype)
+
+    def update_params(self, params: Any) -> None:
+        """Other weights for the same model; a `ValueError` if their tree, shapes or dtypes are not the same."""
+        old, new = (jax.tree_util.tree_flatten_with_path(tree) for tree in (self.params, params))
+        if old[1] != new[1]:
+            raise ValueError("the new params are another tree than the model's: give nnx.state of the same model")
+        for (path, before), (_, after) in zip(old[0], new[0]):
+            if (before.shape, before.dtype) != (after.shape, after.dtype):
+                raise ValueError(
+                    f"new params{jax.tree_util.keystr(path)} are {after.dtype}{list(after.shape)}, "
+                    f"but the model has {before.dtype}{list(before.shape)}"
+                )
+        self.params = params
 
     @property
     def kv_lost(self) -> bool:

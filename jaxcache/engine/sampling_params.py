@@ -54,6 +54,8 @@ class SamplingParams:
     """As `logprobs`, for the prompt. The whole prompt is then computed anew, see `skip_reading_prefix_cache`."""
     skip_reading_prefix_cache: bool | None = None
     """Compute the whole prompt (its blocks are cached all the same). None: only where `prompt_logprobs` asks."""
+    skip_writing_prefix_cache: bool = False
+    """Leave nothing of this request for others to find."""
 
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, 1))
@@ -83,6 +85,7 @@ class SamplingParams:
         if self.skip_reading_prefix_cache is None:
             self._set("skip_reading_prefix_cache", self.prompt_logprobs is not None)
         _boolean("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
+        _boolean("skip_writing_prefix_cache", self.skip_writing_prefix_cache)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

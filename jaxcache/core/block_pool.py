@@ -1,35 +1,39 @@
 """The host's handle on the block pool: one jitted, donated transition per decision, on the CPU backend."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcache.core import pool
-from jaxcache.core.pool import PoolState
+from jaxcache.core import pool, pool_s3fifo
 
 _MIN_CAPACITY = 8
 
 
-@partial(jax.jit, static_argnames="capacity", donate_argnums=0)
-def _acquire(state, hits, counts, capacity):
-    """`counts` is [n, headroom]; ids, success and the free count come back in one vector."""
-    state, ids, ok = pool.acquire(state, hits, counts[0], counts[1], capacity=capacity)
-    return state, jnp.concatenate([ids, jnp.stack([ok.astype(jnp.int32), state.num_free])])
+class _Transitions:
+    """One policy's transitions, jitted and donated."""
+
+    def __init__(self, policy: Any) -> None:
+        def acquire(state, hits, counts, capacity):
+            """`counts` is [n, headroom]; ids, success and the free count come back in one vector."""
+            state, ids, ok = policy.acquire(state, hits, counts[0], counts[1], capacity=capacity)
+            return state, jnp.concatenate([ids, jnp.stack([ok.astype(jnp.int32), state.num_free])])
+
+        def release(state, ids):
+            state = policy.release(state, ids)
+            return state, state.num_free
+
+        self.policy = policy
+        self.acquire = jax.jit(acquire, static_argnames="capacity", donate_argnums=0)
+        self.release = jax.jit(release, donate_argnums=0)
+        self.name = jax.jit(policy.name, donate_argnums=0)
+        self.unname = jax.jit(policy.unname, donate_argnums=0)
+        self.unname_all = jax.jit(policy.unname_all, donate_argnums=0)
 
 
-@partial(jax.jit, donate_argnums=0)
-def _release(state, ids):
-    state = pool.release(state, ids)
-    return state, state.num_free
-
-
-_name = jax.jit(pool.name, donate_argnums=0)
-_unname = jax.jit(pool.unname, donate_argnums=0)
-_unname_all = jax.jit(pool.unname_all, donate_argnums=0)
+_TRANSITIONS = {"lru": _Transitions(pool), "s3fifo": _Transitions(pool_s3fifo)}
 
 
 def host_device() -> Any:
@@ -46,10 +50,14 @@ def host_device() -> Any:
 class BlockPool:
     """Reference counts and eviction order of all blocks. Content and names are the index's business."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, policy: str = "lru") -> None:
+        """`policy`: one of `core.config.EVICTION_POLICIES`."""
+        self._transitions = _TRANSITIONS[policy]
+        self.needs_fingerprints = policy == "s3fifo"
+        """Whether `name` must be told which content each block holds."""
         with jax.default_device(host_device()):
-            state = pool.init(num_blocks)
-        self._state: PoolState = jax.device_put(state, host_device())
+            state = self._transitions.policy.init(num_blocks)
+        self._state: Any = jax.device_put(state, host_device())
         self._num_blocks = num_blocks
         self._num_free = num_blocks - 1
 
@@ -78,7 +86,7 @@ class BlockPool:
             return None
         capacity = _capacity(max(n, len(hits)))
         counts = np.array([n, headroom], np.int32)
-        self._state, result = _acquire(self._state, self._pad(hits, capacity), counts, capacity)
+        self._state, result = self._transitions.acquire(self._state, self._pad(hits, capacity), counts, capacity)
         result = np.asarray(result)
         if not result[-2]:
             return None
@@ -88,36 +96,40 @@ class BlockPool:
     def release(self, ids: Sequence[int] | np.ndarray) -> None:
         """Let go of `ids` in this order: deepest block of a sequence first."""
         if len(ids):
-            self._state, num_free = _release(self._state, self._pad(ids, _capacity(len(ids))))
+            self._state, num_free = self._transitions.release(self._state, self._pad(ids, _capacity(len(ids))))
             self._num_free = int(num_free)
 
-    def name(self, ids: Sequence[int] | np.ndarray) -> None:
-        """`ids` now hold content that others can find, and go to the queue's tail when released."""
+    def name(self, ids: Sequence[int] | np.ndarray, fingerprints: np.ndarray | None = None) -> None:
+        """`ids` now hold content that others can find, and go to the queue's tail when released.
+
+        `fingerprints`: uint32 per id, telling contents apart, where `needs_fingerprints`.
+        """
         if len(ids):
-            self._state = _name(self._state, self._pad(ids, _capacity(len(ids))))
+            self._state = self._transitions.name(self._state, *self._named(ids, fingerprints))
 
     def unname(self, ids: Sequence[int] | np.ndarray) -> None:
         if len(ids):
-            self._state = _unname(self._state, self._pad(ids, _capacity(len(ids))))
+            self._state = self._transitions.unname(self._state, self._pad(ids, _capacity(len(ids))))
 
     def unname_all(self) -> None:
-        self._state = _unname_all(self._state)
+        self._state = self._transitions.unname_all(self._state)
 
     def warmup(self, max_ids: int) -> None:
         """Compile the transitions for all id vectors of up to `max_ids`. Changes nothing."""
         capacity = _MIN_CAPACITY
         while True:
             nobody = self._pad([], capacity)
-            self._state, _ = _acquire(self._state, nobody, np.zeros(2, np.int32), capacity)
-            self._state, _ = _release(self._state, nobody)
-            self._state = _unname(_name(self._state, nobody), nobody)
+            self._state, _ = self._transitions.acquire(self._state, nobody, np.zeros(2, np.int32), capacity)
+            self._state, _ = self._transitions.release(self._state, nobody)
+            self._state = self._transitions.name(self._state, *self._named(nobody, None))
+            self._state = self._transitions.unname(self._state, nobody)
             if capacity >= max_ids:
                 return
             capacity *= 2
 
     def queue(self) -> np.ndarray:
         """Ids of all free blocks, the next victim first. O(pool): for tests and diagnosis."""
-        return pool.queue(self._state)
+        return self._transitions.policy.queue(self._state)
 
     def ref_count(self) -> np.ndarray:
         """int32 [num_blocks]. O(pool): for tests and diagnosis."""
@@ -129,9 +141,18 @@ class BlockPool:
 
     def check_invariants(self) -> None:
         """Raise `RuntimeError` if the state contradicts itself. O(pool)."""
-        pool.check_invariants(self._state)
+        self._transitions.policy.check_invariants(self._state)
         if self._num_free != int(self._state.num_free):
             raise RuntimeError(f"{self._num_free} blocks are free on the host, {self._state.num_free} in the pool")
+
+    def _named(self, ids: Sequence[int] | np.ndarray, fingerprints: np.ndarray | None) -> tuple[np.ndarray, ...]:
+        capacity = _capacity(len(ids))
+        if not self.needs_fingerprints:
+            return (self._pad(ids, capacity),)
+        padded = np.zeros(capacity, np.uint32)
+        if fingerprints is not None:
+            padded[: len(fingerprints)] = fingerprints
+        return self._pad(ids, capacity), padded
 
     def _pad(self, ids: Sequence[int] | np.ndarray, capacity: int) -> np.ndarray:
         padded = np.full(capacity, self._num_blocks, np.int32)

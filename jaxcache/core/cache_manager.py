@@ -57,6 +57,7 @@ class KVCacheManager:
         watermark: float = 0.0,
         log_stats: bool = True,
         events: KVEventsConfig | None = None,
+        eviction_policy: str = "lru",
     ) -> None:
         """`num_blocks` includes the null block. `watermark`: the share of blocks kept free on admission.
 
@@ -70,7 +71,7 @@ class KVCacheManager:
         self.enable_caching = enable_caching
         self.max_model_len = max_model_len
         self.scheduler_block_size, self.hash_block_size = resolve_block_sizes(self.groups, hash_block_size)
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, eviction_policy)
         self._events = None
         if events is not None and events.enable_kv_cache_events:
             self._events = EventLog(self.groups, self.hash_block_size, events)
@@ -189,7 +190,8 @@ class KVCacheManager:
         """Name the full blocks of `request`'s first `num_tokens` tokens, so that others find them."""
         if request.skip_writing_prefix_cache:
             return
-        self.pool.name(self.coordinator.cache_blocks(request, num_tokens))
+        ids = self.coordinator.cache_blocks(request, num_tokens)
+        self.pool.name(ids, self.index.fingerprints(ids) if self.pool.needs_fingerprints else None)
 
     def uncache(self, request: Request, num_tokens: int) -> None:
         """Take the names of `request`'s blocks past its first `num_tokens` tokens back: they were not written."""

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from jaxcache.core.hashing import get_hash_function
 
+EVICTION_POLICIES = ("lru", "s3fifo")
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -22,12 +24,19 @@ class CacheConfig:
     """Fingerprints of two processes agree only where the seed does (`core.hashing.root_hash`)."""
     hash_block_size: int | None = None
     """Tokens per fingerprint, a divisor of every group's block size; `None` for the greatest."""
+    eviction_policy: str = "lru"
+    """lru (least recently released first) or s3fifo (resists scans: `core.pool_s3fifo`)."""
 
     def __post_init__(self) -> None:
         _positive(self, "block_size")
         _positive(self, "num_blocks", minimum=2, optional=True)
         _positive(self, "hash_block_size", optional=True)
         get_hash_function(self.prefix_caching_hash_algo)
+        if self.eviction_policy not in EVICTION_POLICIES:
+            raise ValueError(
+                f"CacheConfig.eviction_policy must be one of {', '.join(EVICTION_POLICIES)}, "
+                f"got {self.eviction_policy!r}"
+            )
         if self.hash_seed is not None and not isinstance(self.hash_seed, str):
             raise ValueError(f"CacheConfig.hash_seed must be a string, got {self.hash_seed!r}")
 

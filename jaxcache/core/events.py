@@ -13,9 +13,13 @@ from jaxcache.core.hashing import BlockHash, external_block_hash, generate_block
 from jaxcache.core.request import Request
 from jaxcache.core.specs import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheGroup,
     KVCacheSpec,
+    MLAAttentionSpec,
+    RecurrentSpec,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -27,9 +31,14 @@ MEDIUM_DEVICE = "GPU"
 
 _KINDS: dict[type[KVCacheSpec], str] = {
     FullAttentionSpec: "full_attention",
+    MLAAttentionSpec: "mla_attention",
+    SinkFullAttentionSpec: "sink_full_attention",
     SlidingWindowSpec: "sliding_window",
     ChunkedLocalAttentionSpec: "chunked_local_attention",
+    RecurrentSpec: "mamba",
+    CrossAttentionSpec: "cross_attention",
 }
+"""The reference's words."""
 
 
 @dataclass(frozen=True)

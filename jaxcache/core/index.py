@@ -4,6 +4,7 @@ Blocks are looked up by fingerprint, but a fingerprint proves nothing: each name
 was made from, and only a block whose record equals the request's own content, back to the first token, is a hit.
 """
 
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,6 +73,10 @@ class HashIndex:
     def keys(self) -> Iterable[bytes]:
         """Of all contents that are there: fingerprint and group."""
         return self._blocks.keys()
+
+    def fingerprints(self, block_ids: Sequence[int]) -> np.ndarray:
+        """32 bits of each block's key, uint32; the blocks have names."""
+        return np.array([zlib.crc32(self._keys[block_id] or b"") for block_id in block_ids], np.uint32)
 
     def is_named(self, block_id: int) -> bool:
         return self._keys[block_id] is not None

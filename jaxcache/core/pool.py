@@ -13,7 +13,7 @@ All transitions work under `jit`, `scan`, `vmap` and `eval_shape`. Id vectors ar
 `[0, num_blocks)`; padding is dropped. The ids of one call are distinct. Donating the state makes them in-place.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,21 +48,29 @@ class PoolState(NamedTuple):
         return self.cursor[..., 2]
 
 
-def init(num_blocks: int) -> PoolState:
-    """A pool of `num_blocks` blocks, block 0 being the null block: `num_blocks - 1` are free, lowest id first."""
+def check_size(num_blocks: int) -> None:
+    """A `ValueError` unless a pool can have so many blocks."""
     if not isinstance(num_blocks, int | np.integer) or isinstance(num_blocks, bool) or num_blocks < 2:
         raise ValueError(
             f"a pool needs at least 2 blocks, since block 0 is the null block; got num_blocks={num_blocks!r}"
         )
+
+
+def init(num_blocks: int, num_usable: int | Int[Array, ""] | None = None) -> PoolState:
+    """A pool of `num_blocks` blocks, block 0 being the null block: `num_blocks - 1` are free, lowest id first.
+
+    `num_usable`: only so many are ever handed out, so that pools of different sizes have arrays of one shape.
+    """
+    check_size(num_blocks)
     capacity = 1 << (4 * int(num_blocks) - 1).bit_length()
-    free = num_blocks - 1
+    free = jnp.asarray(num_blocks - 1 if num_usable is None else num_usable, jnp.int32)
     return PoolState(
         ref_count=jnp.zeros(num_blocks, jnp.int32),
         named=jnp.zeros(num_blocks, jnp.bool_),
         stamp=jnp.zeros(num_blocks, jnp.int32),
-        ring=jnp.zeros(capacity, jnp.int32).at[:free].set(jnp.arange(1, num_blocks, dtype=jnp.int32)),
+        ring=jnp.zeros(capacity, jnp.int32).at[: num_blocks - 1].set(jnp.arange(1, num_blocks, dtype=jnp.int32)),
         ring_stamp=jnp.zeros(capacity, jnp.int32),
-        cursor=jnp.array([0, free, free], jnp.int32),
+        cursor=jnp.stack([jnp.zeros((), jnp.int32), free, free]),
     )
 
 
@@ -152,7 +160,11 @@ def release(pool: PoolState, ids: Int[Array, " K"]) -> PoolState:
     So a chain is released deepest block first. Ids that are not held are ignored.
     """
     ids = jnp.asarray(ids, jnp.int32)
-    pool = lax.cond(_room(pool) < ids.shape[0], compact, lambda p: p, pool)
+    return give_back(lax.cond(_room(pool) < ids.shape[0], compact, lambda p: p, pool), ids)
+
+
+def give_back(pool: PoolState, ids: Int[Array, " K"]) -> PoolState:
+    """`release` where the ring has room for the ids, as after `compact`: under `vmap` it costs O(ids) too."""
     num_blocks, mask = pool.num_blocks, pool.ring.shape[-1] - 1
     head, tail, num_free = pool.cursor[0], pool.cursor[1], pool.cursor[2]
 
@@ -232,9 +244,17 @@ def queue(pool: PoolState) -> np.ndarray:
 
 def check_invariants(pool: PoolState) -> None:
     """Raise `RuntimeError`, with the numbers, if the state contradicts itself. On the host, O(pool)."""
-    ref_count, named = np.asarray(pool.ref_count), np.asarray(pool.named)
-    head, tail, num_free = (int(x) for x in np.asarray(pool.cursor))
-    free = queue(pool)
+    problems = check_ownership(pool, queue(pool))
+    head, tail, _ = (int(x) for x in np.asarray(pool.cursor))
+    if not 0 <= tail - head <= pool.ring.shape[-1]:
+        problems.append(f"queue from {head} to {tail} does not fit a ring of {pool.ring.shape[-1]}")
+    if problems:
+        raise RuntimeError("block pool: " + "; ".join(problems))
+
+
+def check_ownership(pool: Any, free: np.ndarray) -> list[str]:
+    """What is wrong with who holds what, `free` being the queued blocks; the same for every eviction policy."""
+    ref_count, named, num_free = np.asarray(pool.ref_count), np.asarray(pool.named), int(pool.num_free)
     held = np.flatnonzero(ref_count > 0)
     problems = []
     if (ref_count < 0).any():
@@ -249,10 +269,7 @@ def check_invariants(pool: PoolState) -> None:
         problems.append(f"blocks {both[:8]} are both free and held")
     if NULL_BLOCK in free or ref_count[NULL_BLOCK] or named[NULL_BLOCK]:
         problems.append("the null block is free, held or named")
-    if not 0 <= tail - head <= pool.ring.shape[-1]:
-        problems.append(f"queue from {head} to {tail} does not fit a ring of {pool.ring.shape[-1]}")
-    if problems:
-        raise RuntimeError("block pool: " + "; ".join(problems))
+    return problems
 
 
 __all__ = [
@@ -261,7 +278,10 @@ __all__ = [
     "acquire",
     "allocate",
     "check_invariants",
+    "check_ownership",
+    "check_size",
     "compact",
+    "give_back",
     "init",
     "name",
     "queue",

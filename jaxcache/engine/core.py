@@ -98,6 +98,7 @@ class EngineCore:
             hash_block_size=cache.hash_block_size,
             watermark=scheduler.watermark,
             events=events,
+            eviction_policy=cache.eviction_policy,
         )
         self._block_hasher = None
         if caching:

@@ -103,6 +103,7 @@ class PrefixCache:
             self._max_model_len,
             enable_caching=config.enable_prefix_caching,
             hash_block_size=config.hash_block_size,
+            eviction_policy=config.eviction_policy,
         )
         self._hasher = None
         if config.enable_prefix_caching:

@@ -171,10 +171,7 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
         """Drop the blocks behind the window from the table. Returns their ids, deepest first."""
         skipped = self.num_skipped_tokens(num_computed_tokens) // self.block_size
         ids = self.block_ids(request_id)[:skipped]
-        # What is null already was dropped before, and so was everything left of it.
-        nulls = np.flatnonzero(ids == NULL_BLOCK)
-        ids = ids[nulls[-1] + 1 if len(nulls) else 0 :]
-        removed = ids[::-1].copy()
+        removed = ids[ids != NULL_BLOCK][::-1]
         ids[:] = NULL_BLOCK
         return removed
 

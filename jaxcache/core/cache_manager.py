@@ -10,6 +10,7 @@ from jaxcache.core.coordinator import make_coordinator
 from jaxcache.core.events import EventLog, KVCacheEvent, KVEventsConfig
 from jaxcache.core.index import HashIndex
 from jaxcache.core.managers import NO_BLOCKS
+from jaxcache.core.observer import CacheObserver
 from jaxcache.core.pool import NULL_BLOCK
 from jaxcache.core.request import Request, RequestStatus
 from jaxcache.core.specs import (
@@ -93,6 +94,8 @@ class KVCacheManager:
         self._num_reserved = sum(map(len, self.sink_blocks))
         self.num_evicted_blocks = 0
         """Named blocks that were taken for other content, since the start."""
+        self.observer: CacheObserver | None = None
+        """Told of every allocation and admission, if there is one."""
         self._watermark_blocks = int(watermark * num_blocks)
         self._log_stats = log_stats
         self._stats = PrefixCacheStats()
@@ -174,6 +177,8 @@ class KVCacheManager:
         ids = self.pool.acquire(plan.held_hits, plan.num_new, headroom)
         if ids is None:
             return None
+        if self.observer is not None:
+            self.observer.allocated(plan.held_hits, ids, self.index.fingerprints(ids.tolist()).tolist())
         self.num_evicted_blocks += len(self.index.evict(ids.tolist()))
         if any(len(group_hits) for group_hits in hits):
             self.coordinator.add_hits(name, hits, num_computed)
@@ -181,6 +186,15 @@ class KVCacheManager:
         if not delay_cache_blocks:
             self.cache_blocks(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_blocks
+
+    def observe_admission(self, request: Request, num_hits: int) -> None:
+        """Tell the observer, if there is one, what `request` found and what it did not."""
+        if self.observer is None:
+            return
+        size = self.groups[0].spec.block_size
+        findable = (request.num_tokens - 1) // self.scheduler_block_size * self.scheduler_block_size
+        missing = self.index.fingerprint_at(request, 0, num_hits // size) if num_hits < findable else None
+        self.observer.admitted(request.num_tokens, num_hits, findable, missing)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a request of `num_tokens` tokens takes with nothing cached, all groups together."""

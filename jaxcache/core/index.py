@@ -75,8 +75,12 @@ class HashIndex:
         return self._blocks.keys()
 
     def fingerprints(self, block_ids: Sequence[int]) -> np.ndarray:
-        """32 bits of each block's key, uint32; the blocks have names."""
+        """32 bits of each block's key, uint32; 0 for one without a name."""
         return np.array([zlib.crc32(self._keys[block_id] or b"") for block_id in block_ids], np.uint32)
+
+    def fingerprint_at(self, request: Request, group_id: int, position: int) -> int:
+        """The fingerprint that a block would have that holds what `request` has at `position`."""
+        return zlib.crc32(self._key(request, group_id, position))
 
     def is_named(self, block_id: int) -> bool:
         return self._keys[block_id] is not None

@@ -213,6 +213,7 @@ class Scheduler:
     def _admit(self, request: Request, num_hits: int, plan: StepPlan) -> None:
         if self.kv.enable_caching and not request.get_skip_reading_prefix_cache():
             self.stats.record(request.num_tokens, num_hits, request.num_preemptions > 0)
+            self.kv.observe_admission(request, num_hits)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_hits
         request.status = RequestStatus.RUNNING

@@ -9,26 +9,39 @@ from flax import nnx
 
 from jaxcache.kernels import PAD_SLOT, KVCache, KVLayout, StepInputs, init_kv, make_tiles
 from jaxcache.models.config import ModelConfig
+from jaxcache.models.recurrent import HybridCache, init_state
 
 BLOCK_SIZE = 16
 TILE_SIZE = 32
 
 
-def one_step(chunks: Sequence[tuple[np.ndarray, int, Sequence[int]]], padding: int = 0) -> StepInputs:
-    """`chunks`: `(token ids, tokens computed before, block ids)` each; `padding` adds rows and a sequence."""
+Chunk = tuple[np.ndarray, int, Sequence[int]]
+"""Token ids, tokens computed before, block ids."""
+
+
+def one_step(
+    chunks: Sequence[Chunk],
+    padding: int = 0,
+    block_size: int = BLOCK_SIZE,
+    width: int | None = None,
+    num_tiles: int | None = None,
+) -> StepInputs:
+    """`padding` adds rows and a sequence; `width` is that of the block tables."""
     lengths = [len(tokens) for tokens, _, _ in chunks]
     query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     seq_lens = np.array([before + n for (_, before, _), n in zip(chunks, lengths)], np.int32)
-    tables = np.zeros((len(chunks) + bool(padding), max(len(blocks) for _, _, blocks in chunks)), np.int32)
+    width = width or max(len(blocks) for _, _, blocks in chunks)
+    tables = np.zeros((len(chunks) + bool(padding), width), np.int32)
     positions = [before + np.arange(n) for (_, before, _), n in zip(chunks, lengths)]
     slots = []
     for row, ((_, _, blocks), at) in enumerate(zip(chunks, positions)):
         tables[row, : len(blocks)] = blocks
-        slots.append(np.asarray(blocks)[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
+        slots.append(np.asarray(blocks)[at // block_size] * block_size + at % block_size)
     if padding:
         query_start, seq_lens = np.append(query_start, query_start[-1]), np.append(seq_lens, 0)
-    count = sum(-(-n // TILE_SIZE) for n in lengths if n > 1) + bool(padding)
-    tiles = make_tiles(query_start, seq_lens, TILE_SIZE, count)
+    if num_tiles is None:
+        num_tiles = sum(-(-n // TILE_SIZE) for n in lengths if n > 1) + bool(padding)
+    tiles = make_tiles(query_start, seq_lens, TILE_SIZE, num_tiles)
     fill = np.zeros(padding, np.int32)
     step = StepInputs(
         np.concatenate([*(tokens for tokens, _, _ in chunks), fill]),
@@ -43,25 +56,39 @@ def one_step(chunks: Sequence[tuple[np.ndarray, int, Sequence[int]]], padding: i
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), step)
 
 
-def kv_for(config: ModelConfig, num_blocks: int, dtype: str = "float32") -> KVCache:
-    layout = KVLayout(config.num_kv_heads, config.head_dim, BLOCK_SIZE)
-    return init_kv(layout, config.num_layers, num_blocks, jnp.dtype(dtype))
+def kv_for(
+    config: ModelConfig, num_blocks: int, dtype: str = "float32", block_size: int = BLOCK_SIZE
+) -> KVCache | HybridCache:
+    layout = KVLayout(config.num_kv_heads, config.head_dim, block_size)
+    kv = init_kv(layout, config.kv_layers, num_blocks, jnp.dtype(dtype))
+    if config.recurrent is None:
+        return kv
+    return HybridCache(kv, init_state(config, num_blocks, jnp.float32))
 
 
 class Runner:
     """A jitted model, which keeps its KV from call to call."""
 
-    def __init__(self, model, num_blocks: int, kv_dtype: str = "float32", implementation: str | None = None):
+    def __init__(
+        self,
+        model,
+        num_blocks: int,
+        kv_dtype: str = "float32",
+        implementation: str | None = None,
+        block_size: int = BLOCK_SIZE,
+        fast_compile: bool = False,
+    ):
         graph, self.params = nnx.split(model)
-        self.kv = kv_for(model.config, num_blocks, kv_dtype)
+        self.kv = kv_for(model.config, num_blocks, kv_dtype, block_size)
 
         def forward(params, kv, step):
             model = nnx.merge(graph, params)
             hidden, kv = model(step, kv, implementation)
             return model.logits(hidden), kv
 
-        self.forward = jax.jit(forward, donate_argnames="kv")
+        options = {"xla_backend_optimization_level": 0} if fast_compile else None
+        self.forward = jax.jit(forward, donate_argnames="kv", compiler_options=options)
 
-    def __call__(self, step: StepInputs) -> np.ndarray:
+    def __call__(self, step: StepInputs | tuple[StepInputs, ...]) -> np.ndarray:
         logits, self.kv = self.forward(self.params, self.kv, step)
         return np.asarray(logits)

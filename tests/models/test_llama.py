@@ -218,7 +218,7 @@ class TestConfig:
                 "hidden_size 36 is no multiple of num_attention_heads 5",
             ),
             ({"hidden_act": "relu2"}, "activation 'relu2' is not one of gelu"),
-            ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+            ({"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
             ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs factor"),
             ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "rope factor must be a positive number"),
             ({"rms_norm_eps": "x"}, "norm_eps must be a positive number, got 'x'"),

@@ -84,6 +84,8 @@ class BlockPool:
         """
         if n + headroom > self._num_free:
             return None
+        if n == 0 and len(hits) == 0:
+            return np.zeros(0, np.int32)
         capacity = _capacity(max(n, len(hits)))
         counts = np.array([n, headroom], np.int32)
         self._state, result = self._transitions.acquire(self._state, self._pad(hits, capacity), counts, capacity)

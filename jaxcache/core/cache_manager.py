@@ -185,6 +185,7 @@ class KVCacheManager:
         new_blocks = KVCacheBlocks(self.coordinator.add_blocks(name, plan.new_blocks, ids, num_slots))
         if not delay_cache_blocks:
             self.cache_blocks(request, min(num_computed + num_new_tokens, request.num_tokens))
+        request.quiet_until = self.coordinator.quiet_until(name, num_computed + num_new_tokens, num_computed)
         return new_blocks
 
     def observe_admission(self, request: Request, num_hits: int) -> None:
@@ -209,6 +210,7 @@ class KVCacheManager:
 
     def uncache(self, request: Request, num_tokens: int) -> None:
         """Take the names of `request`'s blocks past its first `num_tokens` tokens back: they were not written."""
+        request.quiet_until = 0
         for manager in self.coordinator.managers:
             ids = manager.uncache_blocks(request.request_id, num_tokens)
             self.pool.unname(self.index.evict(ids.tolist()))
@@ -221,6 +223,7 @@ class KVCacheManager:
         """
         if not all(isinstance(group.spec, FullAttentionSpec) for group in self.groups):
             raise ValueError("only a sequence of full attention can be cut: other layers no longer have its past")
+        request.quiet_until = 0
         kept = min(num_tokens, request.num_computed_tokens)
         for manager in self.coordinator.managers:
             kept = min(kept, manager.keep_writable(request.request_id, num_tokens))
@@ -230,6 +233,7 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Give back all that `request` holds, deepest blocks first; named ones stay findable until reused."""
+        request.quiet_until = 0
         for ids in self.coordinator.pop(request.request_id):
             self.pool.release(ids)
 

@@ -116,6 +116,10 @@ class KVCacheCoordinator:
         for manager in self.managers:
             yield manager.remove_skipped(request_id, num_computed_tokens)
 
+    def quiet_until(self, request_id: str, num_tokens: int, num_computed_tokens: int) -> int:
+        """The number of tokens up to which no group has anything to do for the request, token by token."""
+        return min((m.quiet_until(request_id, num_tokens, num_computed_tokens) for m in self.managers), default=0)
+
     def pop(self, request_id: str) -> Iterator[np.ndarray]:
         """Per group, the blocks that the request held, deepest first; the request is forgotten."""
         for manager in self.managers:

@@ -167,6 +167,18 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
         ids = self.block_ids(request_id)[keep:cached]
         return ids[ids != NULL_BLOCK]
 
+    def quiet_until(self, request_id: str, num_tokens: int, num_computed_tokens: int) -> int:
+        """The number of tokens up to which nothing has to be allocated, named or dropped, token by token.
+
+        `num_tokens` are covered so far; `num_computed_tokens` is what was last dropped for.
+        """
+        block_end = (num_tokens // self.block_size + 1) * self.block_size
+        until = min(block_end - 1, len(self.block_ids(request_id)) * self.block_size)
+        dropped = self.num_skipped_tokens(num_computed_tokens) // self.block_size
+        while until > num_tokens and self.num_skipped_tokens(until - 1) // self.block_size > dropped:
+            until -= 1
+        return until
+
     def remove_skipped(self, request_id: str, num_computed_tokens: int) -> np.ndarray:
         """Drop the blocks behind the window from the table. Returns their ids, deepest first."""
         skipped = self.num_skipped_tokens(num_computed_tokens) // self.block_size

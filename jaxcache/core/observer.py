@@ -29,7 +29,7 @@ class BlockTimes:
 
 
 class CacheObserver:
-    """To be set as `KVCacheManager.observer`. Samples blocks, and remembers as many evicted ones as the pool has."""
+    """To be set as `KVCacheManager.observer`. Samples blocks, remembers as many evicted ones as the pool has."""
 
     def __init__(
         self,

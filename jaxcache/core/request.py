@@ -155,6 +155,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
         """Tokens taken from the cache when it was first admitted; `None` until then."""
+        self.quiet_until = 0
+        """Up to so many computed tokens its blocks need no change (`KVCacheManager.allocate_slots`)."""
         self.num_preemptions = 0
         self.error: str | None = None
 

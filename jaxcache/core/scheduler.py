@@ -1,6 +1,7 @@
 """What to compute in each step: one token budget for prompts and for generation alike."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxcache.core.cache_manager import KVCacheManager
 from jaxcache.core.config import SchedulerConfig
@@ -9,8 +10,7 @@ from jaxcache.core.request import Request, RequestStatus
 from jaxcache.core.stats import PrefixCacheStats
 
 
-@dataclass(frozen=True)
-class ScheduledTokens:
+class ScheduledTokens(NamedTuple):
     """Tokens `[start, stop)` of one request."""
 
     request: Request
@@ -167,6 +167,11 @@ class Scheduler:
         for request in list(self.running):
             if plan.budget == 0:
                 return
+            start, stop = request.num_computed_tokens, request.num_tokens
+            if stop == start + 1 and stop <= request.quiet_until and request.status is RequestStatus.RUNNING:
+                plan.scheduled.append(ScheduledTokens(request, start, stop))
+                plan.budget -= 1
+                continue
             num_tokens = self._chunk(request, request.num_computed_tokens, plan)
             if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
                 continue

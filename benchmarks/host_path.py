@@ -1,0 +1,195 @@
+"""What prefix caching costs the host: hashing, look-up, allocation, release, and the work around a step.
+
+Every figure is thread CPU time on one thread, and is also given in calibrators: one calibrator is the time of
+`sha256(pickle.dumps((parent, 16 ints, None), 5)).digest()` in a chain, measured in the same run, so that ratios can be
+compared between machines. Hit counts of the replays must equal those recorded from the reference, or it fails.
+
+Run: python benchmarks/host_path.py [--trace conversation_trace.jsonl] [--quick]
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import pickle
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxcache.core.cache_manager import KVCacheManager
+from jaxcache.core.config import SchedulerConfig
+from jaxcache.core.hashing import get_request_block_hasher
+from jaxcache.core.request import Request, RequestStatus
+from jaxcache.core.scheduler import Scheduler
+from jaxcache.core.specs import FullAttentionSpec, KVCacheGroup
+
+DATA = Path(__file__).parents[1] / "tests/data"
+REFERENCE = {
+    "replay, block 16": 3.3,
+    "replay, block 512": 15.5,
+    "fully cached 32k prompt": 2.3,
+    "cold 32k allocation with eviction": 1.15,
+    "decode step, 256 requests": 3.5,
+}
+"""The reference's cost in calibrators, per block or (decode) per request."""
+
+
+def cpu_us(function: Callable[[], object]) -> float:
+    start = time.thread_time_ns()
+    function()
+    return (time.thread_time_ns() - start) / 1e3
+
+
+def calibrator() -> float:
+    """Microseconds."""
+    tokens = tuple(range(1000, 1016))
+
+    def chain() -> None:
+        parent = b"\0" * 32
+        for _ in range(20_000):
+            parent = hashlib.sha256(pickle.dumps((parent, tokens, None), 5)).digest()
+
+    return statistics.median(cpu_us(chain) for _ in range(7)) / 20_000
+
+
+def make_manager(block_size: int, num_blocks: int) -> KVCacheManager:
+    manager = KVCacheManager([KVCacheGroup(FullAttentionSpec(block_size))], num_blocks, 1 << 20)
+    manager.warmup()
+    return manager
+
+
+def expand(hash_ids: list[int], length: int) -> list[int]:
+    """512 token ids per hash id, as `tests/data/replay.json` says."""
+    z = np.asarray(hash_ids, np.uint64)[:, None] * np.uint64(512) + np.arange(512, dtype=np.uint64)
+    z += np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    z ^= z >> np.uint64(31)
+    return (z % np.uint64(128_000)).reshape(-1)[:length].tolist()
+
+
+def replay(rows: list[dict], block_size: int, num_blocks: int) -> tuple[float, int, int]:
+    """(CPU microseconds, blocks, hit tokens) of requests one after another; tokens are given as lists."""
+    manager = make_manager(block_size, num_blocks)
+    hasher = get_request_block_hasher(block_size)
+    total, blocks, hits = 0.0, 0, 0
+    for nth, row in enumerate(rows):
+        tokens = expand(row["hash_ids"], row["input_length"])
+        start = time.thread_time_ns()
+        request = Request(str(nth), tokens, block_hasher=hasher)
+        found, hit = manager.get_computed_blocks(request)
+        manager.allocate_slots(request, request.num_tokens - hit, hit, found)
+        manager.free(request)
+        total += (time.thread_time_ns() - start) / 1e3
+        blocks += -(-len(tokens) // block_size)
+        hits += hit
+    return total, blocks, hits
+
+
+def cached_prompt() -> float:
+    """Hash, look up and touch a fully cached prompt of 32k tokens: microseconds per block."""
+    manager, tokens = make_manager(16, 10_000), list(range(32_768))
+    hasher = get_request_block_hasher(16)
+
+    def once(name: str) -> float:
+        start = time.thread_time_ns()
+        request = Request(name, tokens, block_hasher=hasher)
+        found, hit = manager.get_computed_blocks(request)
+        manager.allocate_slots(request, request.num_tokens - hit, hit, found)
+        spent = (time.thread_time_ns() - start) / 1e3
+        manager.free(request)
+        return spent
+
+    once("cold")
+    return statistics.median(once(str(nth)) for nth in range(15)) / 2048
+
+
+def cold_allocation() -> float:
+    """Blocks for a 32k prompt out of a full pool, each evicting a named one: microseconds per block."""
+    manager = make_manager(16, 10_000)
+    hasher = get_request_block_hasher(16)
+
+    def once(nth: int) -> float:
+        request = Request(str(nth), range(nth * 40_000, nth * 40_000 + 32_768), block_hasher=hasher)
+        found, hit = manager.get_computed_blocks(request)
+        assert hit == 0
+        spent = cpu_us(lambda: manager.allocate_slots(request, request.num_tokens, 0, found))
+        manager.free(request)
+        return spent
+
+    for nth in range(6):
+        once(nth)
+    return statistics.median(once(nth) for nth in range(6, 21)) / 2048
+
+
+def decode_step(num_requests: int) -> float:
+    """Plan, commit and append for running requests of one new token each: microseconds per request."""
+    manager = make_manager(16, 100_000)
+    scheduler = Scheduler(manager, SchedulerConfig(max_num_seqs=num_requests, max_num_batched_tokens=1 << 17))
+    hasher = get_request_block_hasher(16)
+    for nth in range(num_requests):
+        tokens = range(nth * 1000, nth * 1000 + 200 + nth % 16)
+        scheduler.add_request(Request(str(nth), tokens, max_tokens=10_000, block_hasher=hasher))
+
+    def step() -> None:
+        plan = scheduler.schedule()
+        scheduler.commit(plan)
+        for entry in plan.scheduled:
+            entry.request.append_output_token_ids(7)
+
+    step()
+    spent = [cpu_us(step) for _ in range(64)]
+    for request in list(scheduler.running):
+        scheduler.finish(request, RequestStatus.FINISHED_ABORTED)
+    return statistics.mean(spent) / num_requests
+
+
+def load(path: Path | None) -> list[dict]:
+    if path is None:
+        data = gzip.decompress((DATA / "conversation_trace_1000.jsonl.gz").read_bytes())
+        return [json.loads(row) for row in data.splitlines()]
+    return [json.loads(row) for row in path.read_text().splitlines()]
+
+
+def expected_hits(block_size: int, num_blocks: int, num_requests: int) -> int | None:
+    recorded = json.loads((DATA / "replay.json").read_text())
+    for run in [*recorded["runs"], *recorded["full_trace_totals"]]:
+        if (run["block_size"], run["pool_blocks"], run["requests"]) == (block_size, num_blocks, num_requests):
+            return run["hit_tokens"]
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, help="the whole trace; by default the 1,000 requests in tests/data")
+    arguments = parser.parse_args()
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    rows = load(arguments.trace)
+
+    c = calibrator()
+    figures: dict[str, float] = {}
+    for block_size, num_blocks in ((16, 100_000), (512, 100_000)):
+        spent, blocks, hits = replay(rows, block_size, num_blocks)
+        expected = expected_hits(block_size, num_blocks, len(rows))
+        if expected is not None and hits != expected:
+            raise SystemExit(f"replay at block size {block_size}: {hits} hit tokens, the reference has {expected}")
+        figures[f"replay, block {block_size}"] = spent / blocks
+    figures["fully cached 32k prompt"] = cached_prompt()
+    figures["cold 32k allocation with eviction"] = cold_allocation()
+    figures["decode step, 256 requests"] = decode_step(256)
+
+    print(f"{platform.machine()}, {platform.python_version()}, jax {jax.__version__}; {len(rows)} requests replayed")
+    print(f"calibrator: {c:.3f} us\n")
+    print(f"{'':36}{'us':>9}{'calibrators':>13}{'reference':>11}{'ratio':>8}")
+    for name, us in figures.items():
+        print(f"{name:36}{us:9.3f}{us / c:13.3f}{REFERENCE[name]:11.2f}{REFERENCE[name] / (us / c):7.1f}x")
+    print(json.dumps({"calibrator_us": c, **{name: us / c for name, us in figures.items()}}))
+
+
+if __name__ == "__main__":
+    main()

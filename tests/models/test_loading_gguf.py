@@ -7,7 +7,8 @@ from gguf import GGUFReader, GGUFWriter
 from model_files import HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, WIDTH, permute, shapes, write_gguf
 
 from jaxcache.models.loading import find_model, read_gguf
-from jaxcache.models.loading.gguf import expand, llama3_rope_factors, parse_gguf
+from jaxcache.models.loading.gguf_config import llama3_rope_factors
+from jaxcache.models.loading.gguf_file import expand, parse_gguf
 
 
 def test_config_and_weights_come_out_in_hugging_faces_terms(tmp_path):
@@ -190,7 +191,7 @@ BAD = {
         {"architecture": "gptj"},
         "architecture 'gptj' is not supported; supported are llama, qwen2, qwen3",
     ),
-    "experts": ({"change": add_experts}, "mixture of experts is not supported"),
+    "experts": ({"architecture": "qwen2", "change": add_experts}, "mixture of experts is not supported"),
     "partial rope": ({"change": add_partial_rope}, "RoPE over 16 of 32 dimensions"),
     "no tokenizer": ({"skip": ("tokenizer",)}, r"m\.gguf: the file holds no vocabulary"),
     "stray tensor": (

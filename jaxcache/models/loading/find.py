@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jaxcache.models.loading.gguf import MAGIC
+from jaxcache.models.loading.gguf_file import MAGIC
 
 MANIFEST = "jaxcache.json"
 """Every checkpoint folder of our own holds this file, and no other folder does."""

@@ -45,6 +45,8 @@ class CoreRequest:
     ending_ids: frozenset[int]
     prompt_logprobs: list[TopLogprobs | None] = field(default_factory=list)
     """Per prompt position; the first has none."""
+    hidden_sum: np.ndarray | None = None
+    """Of the rows computed so far, for mean pooling."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class CoreOutput:
     """The token that ended the request, if one did."""
     prompt_logprobs: list[TopLogprobs | None] | None = None
     """With the first token, if the request asked for them."""
+    embedding: np.ndarray | None = None
+    """float32 [width], for a request that pools instead of generating."""
 
 
 class EngineCore:
@@ -120,8 +124,14 @@ class EngineCore:
         cache_salt: str | None = None,
         priority: int = 0,
         arrival_time: float | None = None,
+        pooling: str | None = None,
     ) -> Request:
-        """Queue a request; a `ValueError` for a prompt that can never be computed."""
+        """Queue a request; a `ValueError` for a prompt that can never be computed.
+
+        `pooling`: "last" or "mean" gives an embedding of the prompt instead of generating.
+        """
+        if pooling not in (None, "last", "mean"):
+            raise ValueError(f"pooling must be 'last' or 'mean', got {pooling!r}")
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt must be a string, got {cache_salt!r}")
         request = Request(
@@ -130,7 +140,8 @@ class EngineCore:
             max_tokens=self.kv.max_model_len if params.max_tokens is None else params.max_tokens,
             cache_salt=cache_salt,
             prompt_logprobs=params.prompt_logprobs,
-            skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+            pooling=pooling,
+            skip_reading_prefix_cache=params.skip_reading_prefix_cache or None,
             skip_writing_prefix_cache=params.skip_writing_prefix_cache,
             priority=priority,
             arrival_time=arrival_time,
@@ -218,15 +229,29 @@ class EngineCore:
     def _update(self, plan: StepPlan, result: StepResult) -> list[CoreOutput]:
         for nth, entry in enumerate(plan.scheduled):
             self._collect_prompt_logprobs(entry, result, int(result.first_rows[nth]))
-        sampled = [nth for nth, entry in enumerate(plan.scheduled) if entry.samples]
-        logprobs = self._sampled_logprobs(plan, sampled, result)
         outputs = []
+        for nth, entry in enumerate(plan.scheduled):
+            if entry.request.pooling is not None:
+                outputs += self._pool(entry, result, int(result.first_rows[nth]))
+        sampled = [n for n, e in enumerate(plan.scheduled) if e.samples and e.request.pooling is None]
+        logprobs = self._sampled_logprobs(plan, sampled, result)
         for nth in sampled:
             request = plan.scheduled[nth].request
             token = int(result.tokens[nth])
             request.append_output_token_ids(token)
             outputs.append(self._output(request, token, logprobs.get(nth)))
         return outputs
+
+    def _pool(self, entry: ScheduledTokens, result: StepResult, first_row: int) -> list[CoreOutput]:
+        """Take a pooling request's rows in; its embedding, once the prompt is computed."""
+        core, request = self._requests[entry.request.request_id], entry.request
+        total, last = self.runner.pool_rows(result, first_row, entry.num_tokens)
+        core.hidden_sum = total if core.hidden_sum is None or entry.start == 0 else core.hidden_sum + total
+        if not entry.samples:
+            return []
+        self.finish(request.request_id, RequestStatus.FINISHED_STOPPED)
+        embedding = last if request.pooling == "last" else core.hidden_sum / request.num_tokens
+        return [CoreOutput(request, finished=True, embedding=embedding)]
 
     def _output(self, request: Request, token: int, logprobs: TopLogprobs | None) -> CoreOutput:
         entry = self._requests[request.request_id]

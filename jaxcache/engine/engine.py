@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
@@ -21,6 +22,7 @@ from jaxcache.engine.runner import ModelConfigLike, ModelRunner
 from jaxcache.engine.sampling_params import SamplingParams
 from jaxcache.engine.sizing import choose_sizes
 from jaxcache.engine.step_inputs import Buckets
+from jaxcache.kernels.dispatch import Implementation
 from jaxcache.models.tokenizer import TextTokenizer
 
 Prompt = str | Sequence[int]
@@ -51,7 +53,7 @@ class Engine:
         chat_template: str | None = None,
         eos_token_ids: Sequence[int] = (),
         buckets: Buckets | None = None,
-        implementation: str | None = None,
+        implementation: Implementation = None,
         name: str = "model",
         events: KVEventsConfig | None = None,
     ) -> None:
@@ -93,6 +95,8 @@ class Engine:
         """Requests that have not ended."""
         self._answers: dict[str, _Answer] = {}
         """Their running answers, by the id that the core knows each by."""
+        self._embeddings: dict[str, np.ndarray | None] = {}
+        """Of prompts that are being embedded, once they are there."""
         self._ids = count()
 
     @classmethod
@@ -104,7 +108,7 @@ class Engine:
         scheduler: SchedulerConfig | None = None,
         dtype: jax.typing.DTypeLike | None = None,
         buckets: Buckets | None = None,
-        implementation: str | None = None,
+        implementation: Implementation = None,
         events: KVEventsConfig | None = None,
     ) -> "Engine":
         """An engine for a model on disk: a Hugging Face folder, a GGUF file, a checkpoint of ours, or the name of
@@ -194,6 +198,40 @@ class Engine:
         finally:
             self.abort(request_id)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        cache_salt: str | None = None,
+    ) -> np.ndarray:
+        """Embeddings of `prompts` (texts, or token ids), float32 [len(prompts), width].
+
+        `pooling`: the hidden state of the last token ("last"), which may start from cached blocks, or the mean
+        over all tokens ("mean"), which computes every prompt in full. `normalize`: to length 1.
+        """
+        batch: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        waiting: dict[str, int] = {}
+        rows: list[np.ndarray | None] = [None] * len(batch)
+        try:
+            for nth, prompt in enumerate(batch):
+                name = f"embedding-{next(self._ids)}"
+                _, token_ids = self._encode(prompt)
+                self.core.add_request(name, token_ids, SamplingParams(), cache_salt=cache_salt, pooling=pooling)
+                waiting[name] = nth
+                self._embeddings[name] = None
+            while waiting:
+                self.step()
+                for name in [i for i in waiting if self._embeddings[i] is not None]:
+                    rows[waiting.pop(name)] = self._embeddings.pop(name)
+        finally:
+            for name in waiting:
+                self.core.finish(name, RequestStatus.FINISHED_ABORTED)
+                self._embeddings.pop(name, None)
+        vectors = np.stack([row for row in rows if row is not None])
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if normalize else vectors
+
     # Step by step
 
     def add_request(
@@ -248,7 +286,13 @@ class Engine:
         except BaseException:
             self._collect_failed()
             raise
-        return [self._delta(output) for output in outputs]
+        deltas = []
+        for output in outputs:
+            if output.request.request_id in self._embeddings:
+                self._take_embedding(output)
+            else:
+                deltas.append(self._delta(output))
+        return deltas
 
     def abort(self, request_id: str) -> None:
         """End a request; its blocks are given back. Unknown and finished ones are left alone."""
@@ -256,6 +300,10 @@ class Engine:
             for completion in output.completions:
                 if completion.finish_reason is None:
                     self._drop(_core_id(output, completion), RequestStatus.FINISHED_ABORTED)
+
+    def is_active(self, request_id: str) -> bool:
+        """Whether the request has not ended."""
+        return request_id in self._outputs
 
     @property
     def has_unfinished(self) -> bool:
@@ -349,6 +397,11 @@ class Engine:
             completion.finish_reason,
             output,
         )
+
+    def _take_embedding(self, output: CoreOutput) -> None:
+        if output.embedding is None:
+            raise RuntimeError(output.request.error or "the prompt was not computed")
+        self._embeddings[output.request.request_id] = output.embedding
 
     def _text(self, core: CoreOutput, answer: _Answer) -> str:
         """The text that the step made certain, added to the answer. A token that ends the answer is not text."""

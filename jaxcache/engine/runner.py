@@ -14,6 +14,7 @@ from jaxcache.engine.groups import kv_cache_groups, make_cache
 from jaxcache.engine.sampling import SamplingInputs, sample, token_logprobs, top_logprobs
 from jaxcache.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxcache.engine.step_inputs import Buckets, SequenceSlice, StepShape, build_step_inputs
+from jaxcache.kernels.dispatch import Implementation
 from jaxcache.kernels.step import StepInputs
 
 
@@ -80,6 +81,15 @@ def _logprobs(graphdef, params, hidden, rows, token_ids):
     return token_logprobs(logits, token_ids), *top_logprobs(logits, MAX_LOGPROBS)
 
 
+@jax.jit
+def _pool_rows(hidden, start, count):
+    """The sum of rows `[start, start + count)` in f32, and the last of them."""
+    rows = jnp.arange(hidden.shape[0], dtype=jnp.int32)
+    inside = ((rows >= start) & (rows < start + count))[:, None]
+    hidden = hidden.astype(jnp.float32)
+    return jnp.sum(jnp.where(inside, hidden, 0.0), axis=0), hidden[start + count - 1]
+
+
 class ModelRunner:
     """Owns the KV array: every step takes it and leaves the next one, in the same memory."""
 
@@ -96,7 +106,7 @@ class ModelRunner:
         kv_dtype: jax.typing.DTypeLike,
         max_model_len: int,
         buckets: Buckets,
-        implementation: str | None = None,
+        implementation: Implementation = None,
     ) -> None:
         """`model` is called with one `StepInputs`, or with a tuple of them if it has several KV-cache groups."""
         self.graphdef, self.params = nnx.split(model)
@@ -166,11 +176,17 @@ class ModelRunner:
             parts.append([np.asarray(array)[:n] for array in answer])
         return TokenLogprobs(*(np.concatenate(arrays) for arrays in zip(*parts)))
 
+    def pool_rows(self, result: StepResult, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """(sum, last) of the hidden states of `count` rows from `start` on, float32 [width]."""
+        total, last = _pool_rows(result.hidden, np.int32(start), np.int32(count))
+        return np.asarray(total), np.asarray(last)
+
     def warmup(self, progress: bool = True) -> None:
         """Compile every shape that steps can have. Touches no block."""
         for shape in tqdm(self.buckets.all_shapes(), "compiling step shapes", disable=not progress):
             step = self._inputs([], shape)
             *_, hidden = self._call(step, SamplingInputs.build([], [], [], shape.num_seqs))
+            _pool_rows(hidden, np.int32(0), np.int32(1))
             rows = np.zeros(self.LOGPROB_ROWS, np.int32)
             _logprobs(self.graphdef, self.params, hidden, rows, rows)
 

@@ -147,6 +147,7 @@ class ModelConfig:
         _check(fields)
         for name, kind in (("experts", ExpertsConfig), ("recurrent", RecurrentConfig)):
             if name in fields:
+                _check(fields[name])
                 fields[name] = kind(**fields[name])
         return ModelConfig(**fields)
 

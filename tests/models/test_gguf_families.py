@@ -12,6 +12,7 @@ from model_files import TOKENS, permute
 from jaxcache.models.config import ModelConfig
 from jaxcache.models.grouping import LayerKind
 from jaxcache.models.loading import read_gguf
+from jaxcache.models.loading.gguf_file import expand, parse_gguf
 from tests.models.test_families import golden_of
 
 STEMS = {
@@ -94,9 +95,8 @@ def write(path, name):
     if name in ("gemma2", "gemma3", "gpt_oss"):
         writer.add_sliding_window(16)
         if name == "gemma3":
-            writer.add_array(
-                "gemma3.attention.sliding_window_pattern", [k.size is not None for k in c.layer_kinds]
-            )
+            windowed = [kind.size is not None for kind in c.layer_kinds]
+            writer.add_array("gemma3.attention.sliding_window_pattern", windowed)
     if c.attention_soft_cap:
         writer.add_attn_logit_softcapping(c.attention_soft_cap)
         writer.add_final_logit_softcapping(c.final_soft_cap)
@@ -161,8 +161,6 @@ def test_one_expert_of_quantised_weights_is_expanded_alone(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    from jaxcache.models.loading.gguf_file import expand, parse_gguf
-
     file = parse_gguf(path)
     whole = expand(file, "t")
     for nth in range(3):

@@ -10,7 +10,7 @@ import pytest
 from jaxcache.kernels import PAD_SLOT, KVCache, KVLayout, init_kv
 from jaxcache.kernels.kv_write import write_kv
 
-IMPLEMENTATIONS = ("reference", "xla", None)
+IMPLEMENTATIONS = ("reference", "xla")
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS = 3, 5, 4, 2
 SLOTS = [4, 19, PAD_SLOT, 10, -1, 3, 20, 11]
 """Blocks 1, 4 and 2; nowhere: padding, a negative slot, the null block, one past the array."""

@@ -1,5 +1,7 @@
 """Llama against golden logits of transformers (goldens/make_llama.py), however the prompt is cut into steps."""
 
+import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -19,9 +21,9 @@ VARIANTS = ("plain", "llama3", "linear")
 BLOCKS = [9, 8, 2, 7, 4]
 
 TOLERANCE = {
-    ("float32", "float32"): 1e-4,
-    ("float32", "int8"): 0.5,
-    ("bfloat16", "bfloat16"): 0.5,
+    ("float32", "float32"): 2e-5,
+    ("float32", "int8"): 0.15,
+    ("bfloat16", "bfloat16"): 0.3,
 }
 """Largest absolute error of a logit by dtype of weights and KV; golden logits have a mean size near 1."""
 
@@ -34,6 +36,7 @@ class Golden:
         self.tokens, self.rows, self.logits = (arrays.pop(key) for key in ("tokens", "rows", "logits"))
         self.tensors = arrays
         self.config = ModelConfig.from_hf(self.hf_config)
+        self.runners: dict[tuple[str, str, str | None], Runner] = {}
 
     def model(self, dtype: str = "float32") -> Llama:
         return Llama.from_tensors(self.config, self.tensors, jnp.dtype(dtype))
@@ -46,7 +49,10 @@ def golden(request):
 
 def run(golden: Golden, cuts: list[int], dtype="float32", kv_dtype="float32", implementation=None) -> np.ndarray:
     """Logits of all rows, the prompt computed in chunks that end at `cuts`."""
-    runner = Runner(golden.model(dtype), num_blocks=10, kv_dtype=kv_dtype, implementation=implementation)
+    key = (dtype, kv_dtype, implementation)
+    if key not in golden.runners:
+        golden.runners[key] = Runner(golden.model(dtype), 10, kv_dtype=kv_dtype, implementation=implementation)
+    runner = golden.runners[key]
     parts = []
     for start, end in zip([0, *cuts], [*cuts, len(golden.tokens)]):
         parts.append(runner(one_step([(golden.tokens[start:end], start, BLOCKS)])))
@@ -59,13 +65,13 @@ def check(golden: Golden, logits: np.ndarray, dtype="float32", kv_dtype="float32
     assert worst <= TOLERANCE[dtype, kv_dtype], f"largest error {worst}"
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("implementation", ["reference", None])
 def test_prefill_in_one_piece(golden, implementation):
     check(golden, run(golden, [], implementation=implementation))
 
 
 def test_prefill_in_chunks(golden):
-    check(golden, run(golden, [16, 17, 41, 60]))
+    check(golden, run(golden, [24, 48]))
 
 
 def test_token_by_token(golden):
@@ -74,17 +80,16 @@ def test_token_by_token(golden):
 
 @pytest.mark.parametrize("dtypes", [("float32", "int8"), ("bfloat16", "bfloat16")], ids="-".join)
 def test_narrow_dtypes(golden, dtypes):
-    check(golden, run(golden, [30], *dtypes), *dtypes)
+    check(golden, run(golden, [36], *dtypes), *dtypes)
 
 
 def test_golden_logits_are_not_blind(golden):
-    """A model that has one thing wrong must miss them by far more than the tolerance."""
-    for change in ({"theta": golden.config.rope.theta * 1.5}, {"kind": "linear", "factor": 1.02}):
-        rope = type(golden.config.rope)(**vars(golden.config.rope) | change)
-        wrong = Golden.__new__(Golden)
-        wrong.__dict__ = golden.__dict__ | {"config": type(golden.config)(**vars(golden.config) | {"rope": rope})}
-        error = np.abs(run(wrong, [])[golden.rows] - golden.logits).max()
-        assert error > 100 * TOLERANCE["float32", "float32"]
+    """A model that has one small thing wrong must miss them by far more than the tolerance."""
+    rope = dataclasses.replace(golden.config.rope, theta=golden.config.rope.theta * 1.2)
+    wrong = copy.copy(golden)
+    wrong.config, wrong.runners = dataclasses.replace(golden.config, rope=rope), {}
+    error = np.abs(run(wrong, [])[golden.rows] - golden.logits).max()
+    assert error > 100 * TOLERANCE["float32", "float32"]
 
 
 def test_sequences_in_one_step_do_not_see_each_other():

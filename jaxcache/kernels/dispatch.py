@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from jaxcache.kernels.tuning import TpuTuning, tpu_tuning
+
 DEFAULT = "xla"
 """What `implementation=None` means: it works on every platform."""
 
@@ -18,7 +20,11 @@ class Tpu:
     """
 
     device_kind: str | None = None
-    """`jax.Device.device_kind` of the TPU to compile for; it chooses the tile sizes. `None`: sizes that fit all."""
+    """`jax.Device.device_kind` of the TPU to compile for; chooses the tile sizes. `None`: sizes that fit all."""
+    tuning: TpuTuning | None = None
+    """Tile sizes in place of those on file for the device kind."""
+    head_axis: str | None = None
+    """Mesh axis over which heads are cut (tensor parallelism); the mesh is the ambient one (`jax.set_mesh`)."""
     interpret: Any = False
     """`pltpu.InterpretParams(...)` runs the kernels on a CPU, DMA and semaphores included."""
 
@@ -29,9 +35,12 @@ Implementation = str | Tpu | None
 def backend(operation: str, implementation: Implementation, modules: Mapping[str, str]) -> Callable[..., Any]:
     """`operation` of the backend; `modules` maps backend names to module paths, imported on first use."""
     options: dict[str, Any] = {}
+    if implementation == "tpu":
+        implementation = Tpu()
     if isinstance(implementation, Tpu):
         name = "tpu"
-        options = {"device_kind": implementation.device_kind, "interpret": implementation.interpret}
+        tuning = implementation.tuning or tpu_tuning(implementation.device_kind)
+        options = {"tuning": tuning, "head_axis": implementation.head_axis, "interpret": implementation.interpret}
     else:
         name = DEFAULT if implementation is None else implementation
     if name not in modules:

@@ -9,21 +9,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 NULL_BLOCK = 0
-"""Block 0 belongs to nobody: block tables point at it where a sequence holds no block. Never read, never written."""
+"""Block 0 belongs to nobody: block tables point at it where a sequence holds no block. Never read, never
+written."""
 
 SIDE_BY_SIDE_MAX_HEAD_DIM = 64
 
 REGISTER_LANES = 128
-"""Lanes of a TPU register. An array whose last axis is no multiple of it is stored otherwise than kernels read it."""
+"""Lanes of a TPU register. An array whose last axis is no multiple of it is stored otherwise than kernels read
+it."""
 
 
 class KVCache(NamedTuple):
-    """The KV of all layers of one group. `L` layers, `B` blocks, `H` KV heads, `P` planes, `S` slots, `D` lanes."""
+    """The KV of all layers of one group. `L` layers, `B` blocks, `H` KV heads, `P` planes, `S` slots, `D`
+    lanes."""
 
     data: Shaped[Array, "L B H P S D"]
     scales: Float[Array, "L B 1 X"] | None = None
-    """Per token and head, for K and for V; only where `data` is int8: value = data * scale. `X` is `H * 2 * S`: one
-    row of a TPU register's lanes per block, where `[H, 2, S]` would be padded to eight times its size."""
+    """Per token and head, for K and for V; only where `data` is int8: value = data * scale. `X` is `H * 2 * S`:
+    one row of a TPU register's lanes per block, where `[H, 2, S]` would be padded to eight times its size."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class KVLayout:
     A block of all heads is contiguous, so it is one copy to fetch it, and the head axis can be sharded.
     Heads of up to 64 lanes hold K and V side by side (`planes` 1, `lanes` 2 * head_dim), so that 64-wide heads
     fill the 128 lanes of a TPU register; wider heads hold K and V as two planes of whole registers (`planes` 2,
-    `lanes` head_dim, rounded up to a multiple of 128: heads of 80 and 96 leave lanes empty, as a TPU would anyway).
+    `lanes` head_dim, rounded up to a multiple of 128: heads of 80 and 96 leave lanes empty, as a TPU would
+    anyway).
     """
 
     num_kv_heads: int

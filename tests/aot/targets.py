@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not ask a cloud for metadata
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a lock file guards a TPU that is not there
 
 import functools
 from collections.abc import Callable

@@ -1,11 +1,12 @@
 """Writing KV on TPU, in place, in whole blocks: a row alone is less than the memory can address.
 
-Rows with consecutive slots in one block make a *run*. A run that fills its block is one copy from HBM to HBM of a
-block that XLA has laid out; any other run reads its block, puts its rows in, and writes it back, `IN_FLIGHT` blocks at
-a time. Blocks that no row names are not touched.
+Rows with consecutive slots in one block make a *run*. A run that fills its block is one copy from HBM to HBM of
+a block that XLA has laid out; any other run reads its block, puts its rows in, and writes it back, `IN_FLIGHT`
+blocks at a time. Blocks that no row names are not touched.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxcache.kernels.layout import KVCache, KVLayout
 from jaxcache.kernels.packing import pack_rows
+from jaxcache.kernels.sharding import over_heads
+from jaxcache.kernels.tuning import TpuTuning
 
 IN_FLIGHT = 8
 PIECE = 16
@@ -32,13 +35,19 @@ def write_kv(
     v: Float[Array, "T H D"],
     slot_mapping: Int[Array, " T"],
     *,
-    device_kind: str | None = None,
+    tuning: TpuTuning,
+    head_axis: str | None = None,
     interpret: Any = False,
 ) -> KVCache:
-    """As `api.write_kv`. Nothing here depends on `device_kind`."""
-    del device_kind
-    rows, scales = pack_rows(k, v, KVLayout.of(kv, k.shape[-1]), kv.data.dtype)
-    return write_rows(kv, layer, rows, scales, slot_mapping, interpret=interpret)
+    """As `api.write_kv`. Nothing here is tuned."""
+    del tuning
+
+    def write(rows, kv, _, layer, slot_mapping):
+        k, v = rows
+        packed, scales = pack_rows(k, v, KVLayout.of(kv, k.shape[-1]), kv.data.dtype)
+        return write_rows(kv, layer, packed, scales, slot_mapping, interpret=interpret)
+
+    return over_heads(write, head_axis, (k, v), kv, None, layer, slot_mapping, returns=(KVCache,))
 
 
 def write_rows(
@@ -50,7 +59,8 @@ def write_rows(
     *,
     interpret: Any = False,
 ) -> KVCache:
-    """`kv` with packed rows in their slots; rows with a slot outside the array or in the null block are dropped."""
+    """`kv` with packed rows in their slots; rows with a slot outside the array or in the null block are
+    dropped."""
     num_blocks, block_size = kv.data.shape[1], kv.data.shape[4]
     runs = find_runs(slot_mapping, num_blocks, block_size)
     full_rows = runs.full_row[:, None] + jnp.arange(block_size, dtype=jnp.int32)[None]
@@ -66,7 +76,8 @@ def write_rows(
 
 
 def on_all_slots(scales: Float[Array, "T H 2"], block_size: int) -> Float[Array, "T 1 X"]:
-    """The scales of a row as those of a block, each repeated on all slots, so that one is picked without a shift."""
+    """The scales of a row as those of a block, each repeated on all slots, so that one is picked without a
+    shift."""
     return jnp.repeat(scales.reshape(scales.shape[0], 1, -1), block_size, axis=2)
 
 
@@ -102,13 +113,15 @@ def find_runs(slots: Int[Array, " T"], num_blocks: int, block_size: int) -> Runs
         place = jnp.where(which, jnp.cumsum(which) - 1, capacity)
         return [jnp.full(capacity, -1, jnp.int32).at[place].set(column, mode="drop") for column in columns]
 
+    full_block, full_row = listed(full, max(total // block_size, 1), slots // block_size, row)
     part_slot, part_row, part_length = listed(part, total, slots, row, length)
     block = jnp.where(part_slot >= 0, part_slot // block_size, -1 - row)  # no two unused entries alike
     near = [jnp.any(block[:-apart] == block[apart:]) for apart in range(1, min(IN_FLIGHT, total))]
     clash = functools.reduce(jnp.logical_or, near, jnp.bool_(False))
     return Runs(
         jnp.sum(full, dtype=jnp.int32).reshape(1),
-        *listed(full, max(total // block_size, 1), slots // block_size, row),
+        full_block,
+        full_row,
         jnp.sum(part, dtype=jnp.int32).reshape(1),
         part_slot,
         part_row,
@@ -196,7 +209,7 @@ def _kernel(layer: Any, runs: Runs, data: _Operands, scales: _Operands | None, *
     block_size = outputs[0].shape[4]
     pools = [
         _Pool(layer, runs, operands.rows, operands.full, output, space, block_size)
-        for operands, output, space in zip([data, scales], outputs, scratch)
+        for operands, output, space in zip([data, scales] if scales else [data], outputs, scratch)
     ]
 
     @pl.loop(0, runs.full_count[0])
@@ -236,7 +249,9 @@ def _kernel(layer: Any, runs: Runs, data: _Operands, scales: _Operands | None, *
             pool.full_copy(i).wait()
 
 
-def _write(layer: Array, runs: Runs, data: _Operands, scales: _Operands | None, *, interpret: Any) -> list[Array]:
+def _write(
+    layer: Array, runs: Runs, data: _Operands, scales: _Operands | None, *, interpret: Any
+) -> Sequence[Array]:
     hbm = pl.BlockSpec(memory_space=pl.ANY)
 
     def scratch(operands):
@@ -251,8 +266,7 @@ def _write(layer: Array, runs: Runs, data: _Operands, scales: _Operands | None, 
 
     written = [operands for operands in (data, scales) if operands is not None]
     arguments = (layer, runs, data, scales)
-    leaves = jax.tree.leaves(arguments)
-    place = lambda array: next(i for i, leaf in enumerate(leaves) if leaf is array)
+    place = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(arguments))}
     return pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -263,7 +277,7 @@ def _write(layer: Array, runs: Runs, data: _Operands, scales: _Operands | None, 
             scratch_shapes=[[scratch(operands) for operands in written]],
         ),
         out_shape=[jax.ShapeDtypeStruct(operands.pool.shape, operands.pool.dtype) for operands in written],
-        input_output_aliases={place(operands.pool): i for i, operands in enumerate(written)},
+        input_output_aliases={place[id(operands.pool)]: i for i, operands in enumerate(written)},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT
         ),

@@ -51,8 +51,8 @@ def paged_attention(
 
 def write_and_attend(
     q: Float[Array, "T N D"],
-    k: Float[Array, "T H D"],
-    v: Float[Array, "T H D"],
+    k: Float[Array, "R H D"],
+    v: Float[Array, "R H D"],
     kv: KVCache,
     layer: int | Int[Array, ""],
     step: StepInputs,
@@ -63,7 +63,7 @@ def write_and_attend(
     sinks: Float[Array, " N"] | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T N D"], KVCache]:
-    """`write_kv` of the step's new rows, then `paged_attention`, in one call where the backend has one.
+    """`write_kv` of the step's new rows (`R` is `T`), then `paged_attention`, in one call where a backend has one.
 
     On TPU the attention kernel has a decode's last block in fast memory anyway and writes the new row from there.
     In exchange, a block that one decode of the step writes may not be read by another decode of the same step:

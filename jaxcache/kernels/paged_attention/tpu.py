@@ -1,4 +1,5 @@
-"""Paged attention on TPU: q is packed into tiles, two instances of one Pallas kernel do the work, rows are unpacked.
+"""Paged attention on TPU: q is packed into tiles, two instances of one Pallas kernel do the work, rows are
+unpacked.
 
 Sequences with one new row go through the decode instance, all others through the prefill instance. Either can be
 absent: a step without tiles has only decodes, and then row `s` is sequence `s`.
@@ -11,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -21,8 +23,9 @@ from jaxcache.kernels.paged_attention import tpu_kernel
 from jaxcache.kernels.paged_attention.tpu_attend import LANES
 from jaxcache.kernels.paged_attention.tpu_kernel import Inputs, Plan
 from jaxcache.kernels.paged_attention.tpu_ring import SLOTS, TileRefs
+from jaxcache.kernels.sharding import over_heads
 from jaxcache.kernels.step import StepInputs, Tiles
-from jaxcache.kernels.tuning import TpuTuning, tpu_tuning
+from jaxcache.kernels.tuning import TpuTuning
 
 LOG2_E = math.log2(math.e)
 SUBLANES = 8
@@ -42,20 +45,21 @@ def paged_attention(
     layer: Int[Array, ""],
     step: StepInputs,
     *,
-    sm_scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
     sinks: Float[Array, " N"] | None,
-    device_kind: str | None = None,
+    tuning: TpuTuning,
+    head_axis: str | None = None,
     interpret: Any = False,
+    **scoring: Any,
 ) -> Float[Array, "T N D"]:
-    """As `api.paged_attention`; rows of no sequence are zero."""
-    attention = _Attention.of(
-        q, kv, layer, step, sm_scale, sliding_window, soft_cap, sinks, device_kind, interpret
-    )
-    out = attention.prefill(q, kv) if step.tiles.seq.size else jnp.zeros_like(q)
-    decoded, _ = attention.decode(q, kv, None)
-    return attention.put_decodes(out, decoded)
+    """As `api.paged_attention`, whose `sm_scale`, `sliding_window` and `soft_cap` are `scoring`."""
+
+    def attend(rows, kv, sinks, layer, step):
+        (q,) = rows
+        attention = _Attention.of(q, kv, layer, step, sinks, tuning, interpret, **scoring)
+        decoded, _ = attention.decode(q, kv, None)
+        return attention.put_decodes(attention.prefill(q, kv), decoded)
+
+    return over_heads(attend, head_axis, (q,), kv, sinks, layer, step, returns=(Array,))
 
 
 def write_and_attend(
@@ -66,25 +70,26 @@ def write_and_attend(
     layer: Int[Array, ""],
     step: StepInputs,
     *,
-    sm_scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
     sinks: Float[Array, " N"] | None,
-    device_kind: str | None = None,
+    tuning: TpuTuning,
+    head_axis: str | None = None,
     interpret: Any = False,
+    **scoring: Any,
 ) -> tuple[Float[Array, "T N D"], KVCache]:
-    """As `api.write_and_attend`: decode rows are written by the decode kernel, the others before it runs."""
-    attention = _Attention.of(
-        q, kv, layer, step, sm_scale, sliding_window, soft_cap, sinks, device_kind, interpret
-    )
-    rows, scales = pack_rows(k, v, attention.layout, kv.data.dtype)
-    # In this order, decodes may read what a prefill of the step writes, and prefills what a decode writes.
-    if step.tiles.seq.size:
-        elsewhere = jnp.where(attention.in_decode_row(), -1, step.slot_mapping)
-        kv = write_rows(kv, layer, rows, scales, elsewhere, interpret=interpret)
-    decoded, kv = attention.decode(q, kv, (rows, scales))
-    out = attention.prefill(q, kv) if step.tiles.seq.size else jnp.zeros_like(q)
-    return attention.put_decodes(out, decoded), kv
+    """As `api.write_and_attend`: the decode kernel writes the decodes' rows, the writer those of the others."""
+
+    def attend(rows, kv, sinks, layer, step):
+        q, k, v = rows
+        attention = _Attention.of(q, kv, layer, step, sinks, tuning, interpret, **scoring)
+        packed, scales = pack_rows(k, v, attention.layout, kv.data.dtype)
+        # In this order decodes may read what a prefill of the step writes, and prefills what a decode writes.
+        if step.tiles.seq.size:
+            elsewhere = jnp.where(attention.in_decode_row(), -1, step.slot_mapping)
+            kv = write_rows(kv, layer, packed, scales, elsewhere, interpret=interpret)
+        decoded, kv = attention.decode(q, kv, (packed, scales))
+        return attention.put_decodes(attention.prefill(q, kv), decoded), kv
+
+    return over_heads(attend, head_axis, (q, k, v), kv, sinks, layer, step, returns=(Array, KVCache))
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class _Attention:
     interpret: Any
 
     @staticmethod
-    def of(q, kv, layer, step, sm_scale, window, soft_cap, sinks, device_kind, interpret) -> "_Attention":
+    def of(q, kv, layer, step, sinks, tuning, interpret, *, sm_scale, sliding_window, soft_cap) -> "_Attention":
         layout = KVLayout.of(kv, q.shape[-1])
         _check_supported(q, kv, layout)
         group = q.shape[1] // layout.num_kv_heads
@@ -127,11 +132,11 @@ class _Attention:
             group=group,
             q_scale=sm_scale * LOG2_E if soft_cap is None else sm_scale / soft_cap,
             cap=None if soft_cap is None else soft_cap * LOG2_E,
-            window=window,
+            window=sliding_window,
             sinks=sinks,
             compute_dtype=jnp.float32 if kv.data.dtype == jnp.float32 else jnp.bfloat16,
             token_bytes=layout.block_bytes(1, kv.data.dtype) // layout.block_size,
-            tuning=tpu_tuning(device_kind),
+            tuning=tuning,
             interpret=interpret,
         )
 
@@ -139,6 +144,8 @@ class _Attention:
 
     def prefill(self, q: Float[Array, "T N D"], kv: KVCache) -> Float[Array, "T N D"]:
         """Rows of the tiles; the other rows are zero."""
+        if not self.step.tiles.seq.size:
+            return jnp.zeros_like(q)
         size = self._tile_tokens()
         tiles = cut_tiles(self.step.tiles, size, q.shape[0])
         rows = tiles.row[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
@@ -160,7 +167,8 @@ class _Attention:
         return self._unpack(out, tiles, q.shape)
 
     def _tile_tokens(self) -> int:
-        """A power of two of tokens that makes about `prefill_rows` rows per KV head, as far as they fit in VMEM."""
+        """A power of two of tokens that makes about `prefill_rows` rows per KV head, as far as they fit in
+        VMEM."""
         item, lanes = jnp.dtype(self.compute_dtype).itemsize, self.layout.lanes
         row_bytes = self.layout.num_kv_heads * (
             4 * item * lanes + 4 * (2 * LANES + lanes)
@@ -169,7 +177,7 @@ class _Attention:
         wanted = max(rows // self.group, 2 * SUBLANES)
         return min(1 << (wanted.bit_length() - 1), MAX_TILE_TOKENS)
 
-    def _unpack(self, out: Shaped[Array, "N H R L"], tiles: Tiles, shape: tuple[int, ...]) -> Array:
+    def _unpack(self, out: Shaped[Array, "M H R L"], tiles: Tiles, shape: tuple[int, ...]) -> Array:
         size, total = out.shape[2] // self.group, shape[0]
         by_row = self._values(out).reshape(-1, self.layout.num_kv_heads, self.group, size, shape[2])
         by_row = by_row.transpose(0, 3, 1, 2, 4).reshape(-1, *shape[1:])
@@ -205,7 +213,7 @@ class _Attention:
             cap=self.cap,
         )
         if new is not None:
-            new = tuple(None if x is None else jnp.take(x, tiles.row, axis=0, mode="clip") for x in new)
+            new = jax.tree.map(lambda x: jnp.take(x, tiles.row, axis=0, mode="clip"), new)
         out, kv = self._call("paged_attention_decode", plan, tiles, self.num_decodes, packed, new, 1, kv, q.dtype)
         out = self._values(out)[: out.shape[0] - short, :, : self.group]
         return out.reshape(out.shape[0], *q.shape[1:]), kv
@@ -231,12 +239,12 @@ class _Attention:
             chunk //= 2
         return chunk, (*(size for size in sizes if smallest <= size < chunk), chunk)
 
-    def _values(self, out: Shaped[Array, "N H R L"]) -> Shaped[Array, "N H R D"]:
+    def _values(self, out: Shaped[Array, "M H R L"]) -> Shaped[Array, "M H R D"]:
         """The lanes that hold weighted values; side by side, the lower half holds weighted keys."""
         head_dim = self.layout.head_dim
         return out[..., head_dim:] if self.layout.side_by_side else out[..., :head_dim]
 
-    def _pack(self, q: Float[Array, "T N D"], rows: Int[Array, "N Q"]) -> Shaped[Array, "N H R L"]:
+    def _pack(self, q: Float[Array, "T N D"], rows: Int[Array, "M Q"]) -> Shaped[Array, "M H R L"]:
         """Scaled q of `rows`, tile by tile, rows of a KV head in order `[group, token]`."""
         scaled = (q.astype(jnp.float32) * self.q_scale).astype(self.compute_dtype)
         taken = jnp.take(scaled, rows, axis=0, mode="clip")
@@ -296,7 +304,8 @@ def cut_tiles(tiles: Tiles, size: int, rows: int) -> Tiles:
 
 
 def _pad_table(tables: Int[Array, "S W"], num_blocks: int) -> Int[Array, "S V"]:
-    """Ids outside the array as the null block, and rows of whole lanes, as the copy to scalar memory needs them."""
+    """Ids outside the array as the null block, and rows of whole lanes, as the copy to scalar memory needs
+    them."""
     tables = jnp.where((tables > NULL_BLOCK) & (tables < num_blocks), tables, NULL_BLOCK)
     return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % LANES)))
 
@@ -309,6 +318,5 @@ def _check_supported(q: Array, kv: KVCache, layout: KVLayout) -> None:
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"the TPU kernel takes float32 or bfloat16 queries, got {q.dtype.name}")
     if layout.block_size not in BLOCK_SIZES:
-        raise ValueError(
-            f"the TPU kernel has no block size {layout.block_size}: choose one of {', '.join(map(str, BLOCK_SIZES))}"
-        )
+        sizes = ", ".join(map(str, BLOCK_SIZES))
+        raise ValueError(f"the TPU kernel has no block size {layout.block_size}: choose one of {sizes}")

@@ -16,13 +16,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+try:
+    from jax.experimental.pallas.tpu import reciprocal  # pyright: ignore[reportAttributeAccessIssue]
+except ImportError:  # before jax 0.12
+    from jax.experimental.pallas import reciprocal  # pyright: ignore[reportAttributeAccessIssue]
+
 from jaxcache.kernels.paged_attention.tpu_scales import ChunkScales
 
 LANES = 128
 MAX_UNROLLED_HEADS = 8
 MASKED = -1e30
-"""Below any score, yet finite: `MASKED - MASKED` is 0. A row whose first chunks are masked in full sums rubbish, which
-its first real score then scales by `exp2(MASKED - score)` = 0."""
+"""Below any score, yet finite: `MASKED - MASKED` is 0. A row whose first chunks are masked in full sums rubbish,
+which its first real score then scales by `exp2(MASKED - score)` = 0."""
 
 CONTRACT_LANES = (((1,), (1,)), ((), ()))  # a @ b.T
 CONTRACT_ROWS = (((1,), (0,)), ((), ()))  # a @ b
@@ -48,7 +53,7 @@ class Visible:
     tile_rows: int
     window: int | None
 
-    def mask(self, shape: tuple[int, int]) -> jax.Array:
+    def mask(self, shape: tuple[int, ...]) -> jax.Array:
         """Which keys (lanes) each row sees."""
         key = self.first_key + lax.broadcasted_iota(jnp.int32, shape, 1)
         if self.tile_rows == 1:
@@ -58,7 +63,7 @@ class Visible:
         seen = key <= row
         return seen if self.window is None else seen & (key > row - self.window)
 
-    def written(self, shape: tuple[int, int]) -> jax.Array:
+    def written(self, shape: tuple[int, ...]) -> jax.Array:
         """Which keys (lanes) exist at all: the scales of others may be NaN."""
         return self.first_key + lax.broadcasted_iota(jnp.int32, shape, 1) < self.kv_end
 
@@ -90,8 +95,8 @@ class Attend:
     cap: float | None
     """Soft cap in base 2: q is packed so that `cap * tanh(q k)` is the score."""
     row_sum: str
-    """"lanes": partial sums on the vector unit. "matmul": a column of ones rides along with V, free where the matrix
-    unit is 256 wide."""
+    """"lanes": partial sums on the vector unit. "matmul": a column of ones rides along with V, free where the
+    matrix unit is 256 wide."""
     depth: int
     """Heads between their softmax and their weighted values, so that one head's latency hides behind another's."""
     stacked_heads: int
@@ -100,8 +105,8 @@ class Attend:
     def chunk(self, q: Any, kv: Any, scales: Any, size: int, visible: Visible | None, first: Any) -> None:
         """Attend to the first `size` tokens of the chunk in `kv` [blocks, H, P, S, L].
 
-        `scales`: those of an int8 chunk, `[blocks, 1, H * 2 * S]`, or `None`. `first`: whether it is the tile's first
-        chunk, so that the scratch holds another tile's; `None` where the scratch was cleared.
+        `scales`: those of an int8 chunk, `[blocks, 1, H * 2 * S]`, or `None`. `first`: whether it is the tile's
+        first chunk, so that the scratch holds another tile's; `None` where the scratch was cleared.
         """
         work = _Work(q, kv, scales, size, visible, first)
         if self.stacked_heads:
@@ -137,10 +142,8 @@ class Attend:
             total = jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), total.shape)
         if sink is not None:
             total += jnp.exp2(sink - self.softmax.peak[head])
-        out = self.softmax.out[head]
-        if dtype == jnp.float32:
-            return out / to_lanes(total, self.lanes)
-        return (out * to_lanes(pl.reciprocal(total, approx=True), self.lanes)).astype(dtype)
+        inverse = 1.0 / total if dtype == jnp.float32 else reciprocal(total, approx=True)
+        return (self.softmax.out[head] * to_lanes(inverse, self.lanes)).astype(dtype)
 
     # ---- prefill: head by head, `depth` heads in flight
 

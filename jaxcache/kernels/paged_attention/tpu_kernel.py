@@ -1,12 +1,12 @@
 """The TPU kernel: for each tile of query rows, walk the KV chunks of its sequence.
 
-A tile's chunks are of two kinds. An *interior* chunk is seen in full by every row of the tile: no mask, no branch, and
-if the next chunk to fetch is a full one too, its copies are issued in the same bundles. All others (the ends of the
-sequence and of the window, and interior ones whose fetch is not full) take the *general* way, masked, sized to the
-tokens that are there.
+A tile's chunks are of two kinds. An *interior* chunk is seen in full by every row of the tile: no mask, no
+branch, and if the next chunk to fetch is a full one too, its copies are issued in the same bundles. All others
+(the ends of the sequence and of the window, and interior ones whose fetch is not full) take the *general* way,
+masked, sized to the tokens that are there.
 
-Prefill and decode are two instances of this kernel. Decode has one row per tile and may write that row's K and V: the
-block that takes it is in VMEM already, so it is merged there and one block goes back to HBM.
+Prefill and decode are two instances of this kernel. Decode has one row per tile and may write that row's K and
+V: the block that takes it is in VMEM already, so it is merged there and one block goes back to HBM.
 """
 
 import functools
@@ -102,7 +102,8 @@ def _kernel(tiles: TileRefs, inputs: Inputs, *rest: Any, plan: Plan, compute_dty
 
 @dataclass(frozen=True)
 class _RowWriter:
-    """The new row of a decode tile: merged into its block in VMEM, and the block written to HBM behind the compute."""
+    """The new row of a decode tile: merged into its block in VMEM, and the block written to HBM behind the
+    compute."""
 
     ring: Ring
     scratch: Scratch
@@ -288,11 +289,12 @@ def call(
 
     def per_tile(array):
         """The program's tiles; programs without a tile stay with the last block, so that nothing is copied."""
-        trailing = (0,) * (array.ndim - 1)
-        last = lambda tiles: jnp.maximum(tiles.count[0] - 1, 0) // plan.tiles_per_program
-        return pl.BlockSpec(
-            (plan.tiles_per_program, *array.shape[1:]), lambda t, tiles: (jnp.minimum(t, last(tiles)), *trailing)
-        )
+
+        def index(program, tiles):
+            last = lax.div(jnp.maximum(tiles.count[0] - 1, 0), plan.tiles_per_program)
+            return jnp.minimum(program, last), *(0,) * (array.ndim - 1)
+
+        return pl.BlockSpec((plan.tiles_per_program, *array.shape[1:]), index)
 
     in_specs = Inputs(
         q=per_tile(inputs.q),
@@ -303,8 +305,7 @@ def call(
         kv=hbm,
         kv_scales=None if inputs.kv_scales is None else hbm,
     )
-    leaves = jax.tree.leaves((tiles, inputs))
-    place = lambda array: next(i for i, leaf in enumerate(leaves) if leaf is array)
+    place = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((tiles, inputs)))}
     results = pl.pallas_call(
         functools.partial(_kernel, plan=plan, compute_dtype=compute_dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -317,15 +318,17 @@ def call(
         out_shape=[
             jax.ShapeDtypeStruct(array.shape, array.dtype if i else out_dtype) for i, array in enumerate(outputs)
         ],
-        input_output_aliases={place(array): 1 + i for i, array in enumerate(outputs[1:])},
+        input_output_aliases={place[id(array)]: 1 + i for i, array in enumerate(outputs[1:])},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT
         ),
         interpret=interpret,
         name=name,
     )(tiles, inputs)
-    kv, kv_scales = ([*results[1:], None] if inputs.new is not None else [inputs.kv, inputs.kv_scales])[:2]
-    return results[0], kv, kv_scales
+    if inputs.new is None:
+        return results[0], inputs.kv, inputs.kv_scales
+    out, kv, *scales = results
+    return out, kv, scales[0] if scales else None
 
 
 def _scratch(inputs: Inputs, plan: Plan) -> Scratch:

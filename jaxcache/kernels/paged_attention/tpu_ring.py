@@ -1,14 +1,14 @@
-"""From HBM to VMEM: KV chunks, fetched two ahead of their use, and the rows of the block table that say where they lie.
+"""From HBM to VMEM: KV chunks, fetched two ahead of their use, and the table rows that say where they lie.
 
-A *chunk* is `plan.blocks_per_chunk` consecutive blocks of a sequence (512 tokens). Chunks are used in the order of the
-tiles and, within a tile, of the sequence. `SLOTS` slots of VMEM hold them in turn: one in use, two on their way. The
-fetch cursor runs ahead across the end of a tile, so that no tile waits for its first chunk.
+A *chunk* is `blocks_per_chunk` consecutive blocks of a sequence (512 tokens). Chunks are used in the order of the
+tiles and, within a tile, of the sequence. `SLOTS` slots of VMEM hold them in turn: one in use, two on their way.
+The fetch cursor runs ahead across the end of a tile, so that no tile waits for its first chunk.
 
-    scratch            shape                          who writes it                  who waits
-    chunks             [SLOTS, blocks, H, P, S, L]    DMA of chunk n into n % SLOTS  `wait`, before chunk n is used
-    scales (int8)      [SLOTS, blocks, 1, H*2*S]      as chunks                      as chunks
-    rows               [ROWS, W] in SMEM              DMA of tile t into t % ROWS    `_enter_tile`, when the cursor enters t
-    cursor             [4] in SMEM                    `_advance`, `retire`           -
+    scratch          shape                        filled by                        waited for
+    chunks           [SLOTS, blocks, H, P, S, L]  copies of chunk n to n % SLOTS   before chunk n is used
+    scales (int8)    [SLOTS, blocks, 1, H*2*S]    with the chunk                   with the chunk
+    rows (SMEM)      [ROWS, W]                    copy of tile t's to t % ROWS     when the cursor enters tile t
+    cursor (SMEM)    [4]                          `advance`, `retire`              -
 """
 
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ class Ring:
         return jnp.where(tile < self.tiles.count[0], left, 0)
 
     def fetch_full(self, tile: Any, chunk: Any, slot: Any) -> None:
-        """Start every copy of a full chunk, without a branch: they ride in the bundles of the compute before them."""
+        """Start all copies of a full chunk, without a branch: they ride in the bundles of the compute before."""
         for i in range(self.blocks_per_chunk):
             self._start_block(tile, chunk, slot, i)
 

@@ -1,9 +1,9 @@
 """int8 KV: the scales of a chunk, from one row per block to one row per head.
 
-Scores and weights are scaled, not K and V: a scale per key multiplies a column of the scores, far less work than the
-128 lanes of the key. So each head needs its scales along the lanes, token by token, while memory holds a row per
-block, `[head, K or V, slot]` along the lanes. With blocks of 16 slots, 8 blocks (sublanes) times 8 groups of 16 lanes
-are transposed as an 8 x 8 matrix whose entries are 16 lanes wide.
+Scores and weights are scaled, not K and V: a scale per key multiplies a column of the scores, far less work than
+the 128 lanes of the key. So each head needs its scales along the lanes, token by token, while memory holds a row
+per block, `[head, K or V, slot]` along the lanes. With blocks of 16 slots, 8 blocks (sublanes) times 8 groups of
+16 lanes are transposed as an 8 x 8 matrix whose entries are 16 lanes wide.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,14 @@ class ChunkScales:
     """Scales `[1, tokens]` by head, counted from the first one loaded: `keys(0)`, `values(0)`, ..."""
 
     parts: list[jax.Array]
-    """`[blocks, max(LANES, block_size)]` each: blocks in groups that fill the lanes, one group per row and head."""
+    """`[blocks, max(LANES, block_size)]` each: blocks in groups that fill the lanes, one group per row and
+    head."""
     block_size: int
 
     @staticmethod
     def load(ref: Any, block_size: int, start: Any, heads: int) -> "ChunkScales":
-        """Of `heads` heads from `start` on; `ref` [blocks, 1, H * 2 * block_size]. `start` is 0 or makes whole lanes."""
+        """Of `heads` heads from `start` on; `ref` [blocks, 1, H * 2 * block_size]. `start` is 0 or makes whole
+        lanes."""
         width, per_head = max(LANES, block_size), 2 * block_size
         at = start * per_head if isinstance(start, int) else pl.multiple_of(start * per_head, LANES)
         rows = ref[:, 0, pl.ds(at, heads * per_head)]
@@ -51,7 +53,8 @@ class ChunkScales:
 
 
 def transpose_groups(x: jax.Array, width: int) -> jax.Array:
-    """Swap rows and groups of `width` lanes within each `n` rows of `x` [m * n, n * width], by halves, quarters, ..."""
+    """Swap rows and groups of `width` lanes within each `n` rows of `x` [m * n, n * width], by halves, quarters,
+    ..."""
     groups = x.shape[1] // width
     row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
     group = lax.broadcasted_iota(jnp.int32, x.shape, 1) // width

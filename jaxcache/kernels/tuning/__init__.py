@@ -1,20 +1,22 @@
 """Tile sizes and the like per device kind: one JSON file each, with a default that fits every TPU.
 
-The device kind is what JAX calls it (`jax.Device.device_kind`), handed in by the caller: a program may be compiled on
-a machine that has another device, or none.
+The device kind is what JAX calls it (`jax.Device.device_kind`), handed in by the caller: a program may be
+compiled on a machine that has another device, or none.
 """
 
 import json
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
+from typing import Any
 
 DEFAULT = "default"
 
 
 @dataclass(frozen=True)
 class TpuTuning:
-    """How to cut the work of the TPU kernels. Sizes are chosen from static bundle counts, see `docs/kernels.md`."""
+    """How to cut the work of the TPU kernels. Sizes are chosen from static bundle counts, see
+    `docs/kernels.md`."""
 
     chunk: int
     """KV tokens fetched and attended to at a time."""
@@ -22,7 +24,8 @@ class TpuTuning:
     """What a chunk that is not full is rounded up to in prefill; the last one is `chunk`."""
     decode_sizes: tuple[int, ...]
     prefill_rows: int
-    """Rows of a prefill tile, query heads of one KV head times tokens: enough that compute outweighs fetching KV."""
+    """Rows of a prefill tile, query heads of one KV head times tokens: enough that compute outweighs fetching
+    KV."""
     row_sum: str
     """"lanes", or "matmul" where the matrix unit is 256 wide."""
     depth: int
@@ -46,10 +49,10 @@ def tpu_tuning(device_kind: str | None) -> TpuTuning:
     unknown = set(chosen) - {field.name for field in fields(TpuTuning)}
     if unknown:
         raise ValueError(f"the tuning of {device_kind!r} has unknown entries {sorted(unknown)}")
-    merged = default | chosen
-    return TpuTuning(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in merged.items()}
-    )
+    values: dict[str, Any] = default | chosen
+    for name in ("prefill_sizes", "decode_sizes"):
+        values[name] = tuple(values[name])
+    return TpuTuning(**values)
 
 
 @cache

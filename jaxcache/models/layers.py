@@ -12,9 +12,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxcache.kernels.kv_write import write_kv
+from jaxcache.kernels.dispatch import Implementation
 from jaxcache.kernels.layout import KVCache
-from jaxcache.kernels.paged_attention import paged_attention
+from jaxcache.kernels.paged_attention import write_and_attend
 from jaxcache.kernels.step import StepInputs
 from jaxcache.models.activations import ACTIVATIONS
 from jaxcache.models.bidirectional import bidirectional_attention
@@ -127,7 +127,7 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(heads[:2], dtype)) if c.sinks else None
 
     def __call__(
-        self, x: Float[Array, "T D"], kv: KVCache, context: LayerContext, *, implementation: str | None
+        self, x: Float[Array, "T D"], kv: KVCache, context: LayerContext, *, implementation: Implementation
     ) -> tuple[Float[Array, "T D"], KVCache]:
         fused = self.qkv(x)
         tokens, kv_heads, _, head_dim = fused.shape
@@ -144,8 +144,8 @@ class Attention(nnx.Module):
             "sinks": None if self.sinks is None else self.sinks[...].reshape(-1),
         }
         if self.causal:
-            kv = write_kv(kv, context.layer, k, v, context.step.slot_mapping, implementation=implementation)
-            y = paged_attention(q, kv, context.layer, context.step, implementation=implementation, **scoring)
+            at = (kv, context.layer, context.step)
+            y, kv = write_and_attend(q, k, v, *at, implementation=implementation, **scoring)
         else:
             y = bidirectional_attention(q, k, v, context.step, **scoring)
         return self.out(y.reshape(tokens, kv_heads, self.group, head_dim)), kv

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxcache.kernels.dispatch import Implementation
 from jaxcache.kernels.layout import KVCache
 from jaxcache.models.config import ModelConfig
 from jaxcache.models.convert import LayerParts, Part, attention_part, mlp_part, norm_part
@@ -32,7 +33,7 @@ class Block(nnx.Module):
             self.experts = Experts(config, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "T D"], kv: KVCache, context: LayerContext, *, implementation: str | None
+        self, x: Float[Array, "T D"], kv: KVCache, context: LayerContext, *, implementation: Implementation
     ) -> tuple[Float[Array, "T D"], KVCache]:
         y, kv = self.attention(self.attention_norm(x), kv, context, implementation=implementation)
         x = x + y

@@ -4,6 +4,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxcache.kernels.dispatch import Implementation
 from jaxcache.models.config import ModelConfig
 from jaxcache.models.convert import LayerParts, attention_part, mlp_part, norm_part, recurrent_part
 from jaxcache.models.decoder import Decoder
@@ -27,7 +28,7 @@ class GriffinBlock(nnx.Module):
         self.mlp = GatedMLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "T D"], cache: HybridCache, context: LayerContext, *, implementation: str | None
+        self, x: Float[Array, "T D"], cache: HybridCache, context: LayerContext, *, implementation: Implementation
     ) -> tuple[Float[Array, "T D"], HybridCache]:
         normed = self.mixer_norm(x)
         if hasattr(self, "recurrent"):

@@ -90,8 +90,9 @@ class Groups:
         return self.runner(steps[0] if self.num_groups == 1 else tuple(steps))
 
     def chunk(self, *chunks) -> np.ndarray:
-        """As `step`, in a shape that is always the same."""
+        """As `step`, in a shape that is always the same: two sequences of 16 rows, or one of less and padding."""
         total = sum(len(tokens) for tokens, _, _ in chunks)
+        assert total == ROWS if len(chunks) == 2 else total < ROWS
         return self.step(*chunks, padding=ROWS - total, num_tiles=TILES)[:total]
 
 
@@ -149,7 +150,7 @@ def test_a_cached_prefix_is_read_where_it_lies(golden, groups):
     it, whose rows are first one and then many.
     """
     tokens, prefix = golden.tokens, (9, 3, 14)
-    run(groups, tokens[:29], [16, 24], groups.tables(*prefix, 5))
+    run(groups, tokens[:29], [15, 24], groups.tables(*prefix, 5))
     second, third = groups.tables(*prefix, 2, 11, 7), groups.tables(1, 12)
     other = tokens[::-1].copy()
     first = groups.chunk((tokens[24:39], 24, second), (other[:1], 0, third))
@@ -177,7 +178,7 @@ def needed(kind: LayerKind, computed: int) -> range:
 def test_what_a_group_does_not_need_any_more_may_be_gone(name, cut):
     golden, groups = golden_of(name), groups_of(name).fresh()
     tables = groups.tables(1, 2, 3, 4, 5, 6)
-    run(groups, golden.tokens[:cut], [cut - 15], tables)
+    run(groups, golden.tokens[:cut], list(range(15, cut, 15)), tables)
     gone = []
     for layers, table in zip(groups.config.layer_groups, tables):
         kept = needed(groups.config.layer_kinds[layers[0]], cut)
@@ -230,7 +231,7 @@ def test_every_constant_matters(name, change):
     assert np.abs(logits - golden.logits).max() > SEEN
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "recurrent_gemma"])
+@pytest.mark.parametrize("name", ["gpt_oss", "recurrent_gemma"])
 def test_bfloat16(name):
     golden = golden_of(name)
     groups = Groups(golden.model("bfloat16"), dtype="bfloat16").fresh()

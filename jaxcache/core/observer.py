@@ -42,7 +42,7 @@ class CacheObserver:
         """`sample`: the share of allocated blocks whose times are taken, 0 to 1."""
         if not 0.0 <= sample <= 1.0:
             raise ValueError(f"sample must lie in [0, 1], got {sample}")
-        self.missed_tokens = dict.fromkeys(MISS_REASONS, 0)
+        self.missed_tokens: dict[str, int] = dict.fromkeys(MISS_REASONS, 0)
         """Tokens that were not found, by `MISS_REASONS`, each admission once."""
         self._sample = sample
         self._clock = clock

@@ -1,0 +1,363 @@
+"""The HTTP side: routes, who may ask, how much, and what happens when a client goes away."""
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+
+from jaxcache.engine import Delta, RequestOutput
+from jaxcache.serve.config import ServerConfig
+from jaxcache.serve.engine_thread import EngineStopped, EngineThread, StepFailed
+from jaxcache.serve.metrics import Metrics
+from jaxcache.serve.protocol import (
+    ApiError,
+    Ask,
+    chat_logprobs,
+    completion_logprobs,
+    parse_chat,
+    parse_completion,
+    usage,
+)
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 1
+CLIENT_GONE = 499
+"""Nobody is there to read it."""
+
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def make_app(
+    thread: EngineThread, metrics: Metrics, config: ServerConfig, *, on_stop: Callable[[], None]
+) -> FastAPI:
+    """The application around a running `thread`. `on_stop` is called when the server has drained."""
+    server = _Server(thread, metrics, config)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(on_stop)
+
+    app = FastAPI(title="jaxcache", lifespan=lifespan, openapi_url=None)
+    for method, path, endpoint in (
+        ("GET", "/", server.page),
+        ("GET", "/health", server.health),
+        ("GET", "/metrics", server.metrics),
+        ("GET", "/stats", server.stats),
+        ("GET", "/v1/models", server.models),
+        ("POST", "/v1/completions", server.completions),
+        ("POST", "/v1/chat/completions", server.chat_completions),
+        ("POST", "/v1/embeddings", server.embeddings),
+        ("POST", "/tokenize", server.tokenize),
+        ("POST", "/detokenize", server.detokenize),
+        ("POST", "/reset_prefix_cache", server.reset_prefix_cache),
+    ):
+        app.add_api_route(
+            path, server.guarded(endpoint, open_to_all=path in ("/", "/health", "/metrics")), methods=[method]
+        )
+    app.add_exception_handler(404, _not_found)
+    app.add_exception_handler(405, _not_found)
+    return app
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    message = f"there is no {request.method} {request.url.path} here"
+    return JSONResponse(ApiError(status, message, code="not_found").body(), status)
+
+
+class _Server:
+    def __init__(self, thread: EngineThread, metrics: Metrics, config: ServerConfig) -> None:
+        self._thread = thread
+        self._engine = thread.engine
+        self._metrics = metrics
+        self._config = config
+        self._model = config.served_model_name or thread.engine.name
+        self._num_open = 0
+
+    def guarded(self, endpoint: Endpoint, open_to_all: bool) -> Endpoint:
+        """`endpoint` behind the key, with its errors in OpenAI's shape."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                if not open_to_all:
+                    self._authorise(request)
+                return await endpoint(request)
+            except ApiError as error:
+                return JSONResponse(error.body(), error.status, error.headers)
+            except ValueError as error:
+                return JSONResponse(_bad_request(error).body(), 400)
+            except (EngineStopped, StepFailed) as error:
+                status = 503 if isinstance(error, EngineStopped) else 500
+                return JSONResponse(ApiError(status, str(error)).body(), status)
+
+        return answer
+
+    # Looking
+
+    async def page(self, _: Request) -> Response:
+        return HTMLResponse(files("jaxcache.serve").joinpath("page.html").read_text())
+
+    async def health(self, _: Request) -> Response:
+        if not self._thread.alive:
+            raise ApiError(503, "the engine has stopped")
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._metrics.expose(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def stats(self, _: Request) -> Response:
+        snapshot = self._thread.snapshot
+        return JSONResponse(
+            {
+                "model": self._model,
+                **snapshot.stats,
+                "num_named_blocks": snapshot.num_named_blocks,
+                "missed_tokens": snapshot.missed_tokens,
+                "requests": list(self._thread.recent),
+            }
+        )
+
+    async def models(self, _: Request) -> Response:
+        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "jaxcache"}
+        return JSONResponse({"object": "list", "data": [card | {"max_model_len": self._engine.max_model_len}]})
+
+    # Text and tokens
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        if "messages" in body:
+            tokens = self._engine.chat_prompt(body["messages"])
+        elif isinstance(body.get("prompt"), str):
+            special = bool(body.get("add_special_tokens", True))
+            tokens = self._tokenizer().encode(body["prompt"], add_special_tokens=special)
+        else:
+            raise ApiError(400, "give prompt, a text, or messages", param="prompt")
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._engine.max_model_len})
+
+    async def detokenize(self, request: Request) -> Response:
+        tokens = (await self._body(request)).get("tokens")
+        if not isinstance(tokens, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in tokens):
+            raise ApiError(400, "tokens must be a list of token ids", param="tokens")
+        tokenizer = self._tokenizer()
+        text = b"".join(tokenizer.token_bytes(token) for token in tokens).decode(errors="replace")
+        return JSONResponse({"prompt": text})
+
+    async def embeddings(self, _: Request) -> Response:
+        raise ApiError(400, f"{self._model!r} generates text; it has no embeddings", code="unsupported_model")
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        running = request.query_params.get("reset_running", "false") == "true"
+        done = await self._thread.call(lambda: self._engine.reset_prefix_cache(running))
+        if not done:
+            raise ApiError(409, "requests are running: wait, or ask with reset_running=true to compute them again")
+        return JSONResponse({"status": "ok"})
+
+    # Generation
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, parse_completion(await self._body(request), self._model))
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, parse_chat(await self._body(request), self._model))
+
+    async def _generate(self, request: Request, ask: Ask) -> Response:
+        if self._num_open + len(ask.prompts) > self._config.max_queued_requests:
+            raise ApiError(
+                429,
+                f"{self._num_open} requests are open, {self._config.max_queued_requests} are allowed: try again",
+                code="too_many_requests",
+                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+            )
+        prompts = ask.prompts
+        if ask.chat:
+            prompts = [self._engine.chat_prompt(messages, **ask.chat_template_kwargs) for messages in prompts]
+        deltas = self._deltas(ask, prompts)
+        first = await _unless_gone(request, anext(deltas))
+        if first is None:
+            await deltas.aclose()
+            return Response(status_code=CLIENT_GONE)
+        if ask.stream:
+            return StreamingResponse(self._events(request, ask, first, deltas), media_type="text/event-stream")
+        outputs = await _unless_gone(request, _collect(first, deltas))
+        await deltas.aclose()
+        if outputs is None:
+            return Response(status_code=CLIENT_GONE)
+        return JSONResponse(self._complete(ask, outputs))
+
+    async def _deltas(self, ask: Ask, prompts: list[Any]) -> AsyncGenerator[tuple[int, Delta]]:
+        """The deltas of all prompts as they come, each with its prompt's place. Left early, all are aborted."""
+        merged: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+
+        async def follow(nth: int, prompt: Any) -> None:
+            stream = self._thread.stream(prompt, ask.params, cache_salt=ask.cache_salt, priority=ask.priority)
+            try:
+                async with aclosing(stream) as deltas:
+                    async for delta in deltas:
+                        merged.put_nowait((nth, delta))
+                merged.put_nowait(None)
+            except (ValueError, EngineStopped, StepFailed) as error:
+                merged.put_nowait(error)
+
+        self._num_open += len(prompts)
+        tasks = [asyncio.create_task(follow(nth, prompt)) for nth, prompt in enumerate(prompts)]
+        try:
+            running = len(tasks)
+            while running:
+                item = await merged.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            self._num_open -= len(prompts)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _complete(self, ask: Ask, outputs: dict[int, RequestOutput]) -> dict[str, Any]:
+        choices = []
+        for nth in sorted(outputs):
+            for completion in outputs[nth].completions:
+                if completion.error is not None:
+                    raise ApiError(500, completion.error)
+                choice: dict[str, Any] = {"index": nth * ask.params.n + completion.index, "logprobs": None}
+                if ask.chat:
+                    choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+                else:
+                    choice["text"] = completion.text
+                if completion.logprobs is not None:
+                    choice["logprobs"] = self._logprobs(ask, completion.logprobs, 0)
+                choice |= {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+                choices.append(choice)
+        kind = "chat.completion" if ask.chat else "text_completion"
+        return self._envelope(ask, kind, choices) | {"usage": usage(outputs.values())}
+
+    async def _events(
+        self, request: Request, ask: Ask, first: tuple[int, Delta], deltas: AsyncGenerator[tuple[int, Delta]]
+    ) -> AsyncIterator[str]:
+        """Server-sent events: a chunk per delta, the usage at the end if asked for, then [DONE]."""
+        outputs: dict[int, RequestOutput] = {}
+        lengths: dict[int, int] = {}
+        started: set[int] = set()
+        kind = "chat.completion.chunk" if ask.chat else "text_completion"
+        nothing = {"usage": None} if ask.include_usage else {}
+
+        def chunk(nth: int, delta: Delta) -> dict[str, Any]:
+            index = nth * ask.params.n + delta.index
+            choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": delta.finish_reason}
+            if ask.chat:
+                role = {"role": "assistant"} if index not in started else {}
+                choice["delta"] = role | {"content": delta.text}
+            else:
+                choice["text"] = delta.text
+            started.add(index)
+            if ask.params.logprobs is not None:
+                choice["logprobs"] = self._logprobs(ask, delta.logprobs, lengths.get(index, 0))
+            lengths[index] = lengths.get(index, 0) + len(delta.text)
+            return self._envelope(ask, kind, [choice]) | nothing
+
+        try:
+            nth, delta = first
+            while True:
+                outputs[nth] = delta.output
+                if delta.finish_reason == "error":
+                    error = delta.output.completions[delta.index].error or "the request failed"
+                    yield _event(ApiError(500, error).body())
+                    return
+                yield _event(chunk(nth, delta))
+                if await request.is_disconnected():
+                    return
+                try:
+                    nth, delta = await anext(deltas)
+                except StopAsyncIteration:
+                    break
+            if ask.include_usage:
+                yield _event(self._envelope(ask, kind, []) | {"usage": usage(outputs.values())})
+            yield "data: [DONE]\n\n"
+        except (ValueError, EngineStopped, StepFailed) as error:
+            yield _event(ApiError(500, str(error)).body())
+        finally:
+            await deltas.aclose()
+
+    def _envelope(self, ask: Ask, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": ask.id, "object": kind, "created": ask.created, "model": self._model, "choices": choices}
+
+    def _logprobs(self, ask: Ask, logprobs: Any, offset: int) -> dict[str, Any]:
+        if ask.chat:
+            return chat_logprobs(self._engine.tokenizer, logprobs)
+        return completion_logprobs(self._engine.tokenizer, logprobs, offset)
+
+    # Requests
+
+    def _authorise(self, request: Request) -> None:
+        if self._config.api_key is None:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._config.api_key.encode()):
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON object sent; never more than the limit is read."""
+        limit, data = self._config.max_body_bytes, bytearray()
+        async for part in request.stream():
+            data += part
+            if len(data) > limit:
+                raise ApiError(413, f"the body is longer than {limit} bytes", code="body_too_long")
+        try:
+            body = json.loads(data)
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise ApiError(400, f"the body is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise ApiError(400, f"the body must be a JSON object, got {type(body).__name__}")
+        return body
+
+    def _tokenizer(self) -> Any:
+        if self._engine.tokenizer is None:
+            raise ApiError(400, "this server has no tokenizer: it takes and gives token ids")
+        return self._engine.tokenizer
+
+
+async def _collect(first: tuple[int, Delta], rest: AsyncIterator[tuple[int, Delta]]) -> dict[int, RequestOutput]:
+    outputs = {first[0]: first[1].output}
+    async for nth, delta in rest:
+        outputs[nth] = delta.output
+    return outputs
+
+
+async def _unless_gone(request: Request, work: Any) -> Any:
+    """What `work` gives, or `None` once the client has hung up; `work` is cancelled then."""
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, hanging = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
+    try:
+        await asyncio.wait({working, hanging}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, hanging):
+            task.cancel()
+        await asyncio.gather(working, hanging, return_exceptions=True)
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def _bad_request(error: ValueError) -> ApiError:
+    message = str(error)
+    too_long = re.search(r"max_model_len|raise CacheConfig.num_blocks", message)
+    return ApiError(400, message, code="context_length_exceeded" if too_long else None)

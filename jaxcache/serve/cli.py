@@ -1,0 +1,43 @@
+"""`jaxcache serve`: the engine behind an OpenAI-compatible HTTP server."""
+
+import argparse
+import logging
+from functools import partial
+
+from jaxcache.core.config import CacheConfig, SchedulerConfig
+from jaxcache.core.events import KVEventsConfig
+from jaxcache.flags import add_flags, from_options, refuse
+from jaxcache.serve.config import ServerConfig
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("serve", help="serve a model over HTTP", description=__doc__, allow_abbrev=False)
+    parser.add_argument("model", help="a folder, a GGUF file, a checkpoint, or a package that ships a model")
+    parser.add_argument("--dtype", help="of the weights: float32, bfloat16, ... (default: what suits the device)")
+    for config in (ServerConfig, CacheConfig, SchedulerConfig, KVEventsConfig):
+        add_flags(parser, config)
+    parser.set_defaults(run=run, refuse=partial(refuse, parser))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Load the model, then serve until told to stop."""
+    from jaxcache.engine import Engine
+
+    try:
+        from jaxcache.serve.server import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"serving needs packages that are not here ({error}): pip install 'jaxcache[serve]'"
+        ) from error
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    events = from_options(KVEventsConfig, options)
+    server = from_options(ServerConfig, options)
+    engine = Engine.from_pretrained(
+        options.model,
+        cache=from_options(CacheConfig, options),
+        scheduler=from_options(SchedulerConfig, options),
+        events=events,
+        dtype=options.dtype,
+    )
+    serve(engine, server, events)

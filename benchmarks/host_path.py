@@ -1,10 +1,10 @@
 """What prefix caching costs the host: hashing, look-up, allocation, release, and the work around a step.
 
 Every figure is thread CPU time on one thread, and is also given in calibrators: one calibrator is the time of
-`sha256(pickle.dumps((parent, 16 ints, None), 5)).digest()` in a chain, measured in the same run, so that ratios can be
-compared between machines. Hit counts of the replays must equal those recorded from the reference, or it fails.
+`sha256(pickle.dumps((parent, 16 ints, None), 5)).digest()` in a chain, measured in the same run, so that ratios
+can be compared between machines. The replays must hit exactly the tokens that the reference hit, or it fails.
 
-Run: python benchmarks/host_path.py [--trace conversation_trace.jsonl] [--quick]
+Run: python benchmarks/host_path.py [--trace conversation_trace.jsonl]
 """
 
 import argparse
@@ -183,7 +183,7 @@ def main() -> None:
     figures["cold 32k allocation with eviction"] = cold_allocation()
     figures["decode step, 256 requests"] = decode_step(256)
 
-    print(f"{platform.machine()}, {platform.python_version()}, jax {jax.__version__}; {len(rows)} requests replayed")
+    print(f"{platform.machine()}, Python {platform.python_version()}, jax {jax.__version__}; {len(rows)} requests")
     print(f"calibrator: {c:.3f} us\n")
     print(f"{'':36}{'us':>9}{'calibrators':>13}{'reference':>11}{'ratio':>8}")
     for name, us in figures.items():

@@ -1,6 +1,6 @@
 """What one step's device call is told about its sequences: a pytree of arrays, padded to a bucket."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
@@ -63,4 +63,5 @@ def make_tiles(query_start: np.ndarray, seq_lens: np.ndarray, tile_size: int, ca
     fields = (seq, query_start[seq] + offset, context + offset, context + offset + rows)
     padded = np.zeros((4, capacity), np.int32)
     padded[:, :total] = fields
-    return Tiles(*padded)
+    arrays: list[Any] = list(padded)
+    return Tiles(*arrays)

@@ -226,13 +226,20 @@ def split(pre, text):
         ("smollm", ["Year", " ", "2", "0", "2", "4", "'s", " A", "'", "S", " (", "x", ")."]),
         ("llama-bpe", ["Year", " ", "202", "4", "'s", " A", "'S", " (", "x", ")."]),
         ("qwen2", ["Year", " ", "2", "0", "2", "4", "'s", " A", "'S", " (", "x", ")."]),
+        ("gpt-4o", ["Year", " ", "202", "4", "'s", " A'S", " (", "x", ")."]),
     ],
 )
 def test_pre_tokenisers_split_as_their_models_do(pre, expected):
     assert split(pre, "Year 2024's A'S (x).") == expected
 
 
-@pytest.mark.parametrize("pre", ["gpt2", "smollm", "llama-bpe", "qwen2"])
+def test_gpt_oss_splits_where_a_word_turns_to_capitals():
+    text = "camelCase HTTPServer it's don'T //\n\n/ x"
+    expected = ["camel", "Case", " HTTPServer", " it's", " don'T", " //\n\n/", " x"]
+    assert split("gpt-4o", text) == expected
+
+
+@pytest.mark.parametrize("pre", ["gpt2", "smollm", "llama-bpe", "qwen2", "gpt-4o"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_byte_level_kind_comes_back(pre, text):
     tokenizer = byte_level(pre, [("t", "h"), ("Ġ", "th"), ("th", "e")])
@@ -248,6 +255,17 @@ def test_turn_ends_and_user_defined_tokens_are_found():
     assert tokenizer.special_ids == {end, turn}
     assert tokenizer.encode("<user><end>", allow_special=False)[0] == user
     assert tokenizer.decode([user, end]) == "<user>"
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [(["<|end|>"], ["<|end|>"]), (["<|end|>", "<|return|>", "<|call|>"], ["<|return|>", "<|call|>"])],
+)
+def test_the_end_of_a_message_is_not_the_end_of_an_answer_where_there_is_another(names, ends):
+    tokens = [*sorted(BYTE_OF_CHARACTER), *names]
+    fields = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * 256 + [3] * len(names)}
+    tokenizer = byte_level("gpt-4o", **fields, **{"tokenizer.ggml.eos_token_id": tokens.index(ends[0])})
+    assert tokenizer.eos_token_ids == tuple(tokens.index(end) for end in ends)
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,28 @@ LLAMA3_WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+GPT4O_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 GPT2_PRE = {"gpt2", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"}
 DIGITS_PRE = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 LLAMA3_PRE = {"llama-bpe", "llama3", "llama-v3", "falcon3"}
 QWEN2_PRE = {"qwen2", "deepseek-r1-qwen"}
+GPT4O_PRE = {"gpt-4o"}
+SPLIT_BY = {
+    **dict.fromkeys(LLAMA3_PRE, LLAMA3_WORDS),
+    **dict.fromkeys(QWEN2_PRE, QWEN2_WORDS),
+    **dict.fromkeys(GPT4O_PRE, GPT4O_WORDS),
+}
 
-TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>")
 """Control tokens that end an answer whether or not the file's metadata says so."""
+MESSAGE_END, ANSWER_END = "<|end|>", "<|return|>"
+"""Where there is the second (gpt-oss), the first ends only one of an answer's messages."""
 
 
 class TokenType(IntEnum):
@@ -70,11 +84,11 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Libra
         split = whole
     elif pre in DIGITS_PRE:
         split = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), whole])
-    elif pre in LLAMA3_PRE | QWEN2_PRE:
-        words = Regex(LLAMA3_WORDS if pre in LLAMA3_PRE else QWEN2_WORDS)
+    elif pre in SPLIT_BY:
+        words = Regex(SPLIT_BY[pre])
         split = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), bytes_only])
     else:
-        known = ", ".join(sorted(GPT2_PRE | DIGITS_PRE | LLAMA3_PRE | QWEN2_PRE))
+        known = ", ".join(sorted(GPT2_PRE | DIGITS_PRE | SPLIT_BY.keys()))
         raise ValueError(f"pre-tokeniser {pre!r} (tokenizer.ggml.pre) is not known; known are {known}")
     merges: list[tuple[str, str]] = []
     pairs: list[str] = metadata.get("tokenizer.ggml.merges", [])
@@ -147,4 +161,6 @@ def _add_sequence_ends(library: Library, metadata: Mapping[str, Any], tokens: Se
 def _eos_ids(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> list[int]:
     named = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
     turn_ends = [i for i, token in enumerate(tokens) if token in TURN_ENDS and types[i] == TokenType.CONTROL]
+    if ANSWER_END in tokens:
+        turn_ends = [i for i in turn_ends if tokens[i] != MESSAGE_END]
     return list(dict.fromkeys(i for i in (*named, *turn_ends) if i is not None))

@@ -90,6 +90,12 @@ class Scheduler:
                 f"the prompt has {request.num_tokens} tokens, but prompt and output together may have "
                 f"{self.kv.max_model_len}: shorten it, or raise max_model_len"
             )
+        most = self.config.max_num_batched_tokens
+        if not self.config.enable_chunked_prefill and request.num_tokens > most:
+            raise ValueError(
+                f"the prompt has {request.num_tokens} tokens and is computed in one step, which may have {most}: "
+                "shorten it, or raise max_num_batched_tokens"
+            )
         if reason := self._never_fits(request):
             raise ValueError(reason)
         self.requests[request.request_id] = request
@@ -193,7 +199,7 @@ class Scheduler:
         while self.waiting and plan.budget and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek()
             hits, num_hits = self.kv.get_computed_blocks(request)
-            if request.num_tokens - num_hits > plan.budget and not self.config.enable_chunked_prefill:
+            if not self.config.enable_chunked_prefill and self._waits_for_budget(request, num_hits, plan):
                 return
             num_tokens = self._chunk(request, num_hits, plan)
             if num_tokens == 0:
@@ -242,6 +248,11 @@ class Scheduler:
             f"{request.num_tokens} tokens need {need} blocks, but the pool has {usable} usable ones: "
             "shorten the request, or raise CacheConfig.num_blocks"
         )
+
+    def _waits_for_budget(self, request: Request, num_hits: int, plan: StepPlan) -> bool:
+        """Whether a later step has room for all of `request` at once, and this one has not."""
+        num_tokens = request.num_tokens - num_hits
+        return num_tokens > plan.budget and plan.budget < self.config.max_num_batched_tokens
 
     def _chunk(self, request: Request, start: int, plan: StepPlan) -> int:
         """How many of `request`'s tokens from `start` on this step may compute."""

@@ -3,7 +3,7 @@
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,8 @@ class EngineCore:
                 "prefix caching is off: this model's attention is not causal, so KV depends on what comes after"
             )
             caching = False
+        if not causal:
+            scheduler = replace(scheduler, enable_chunked_prefill=False)
         self.kv = KVCacheManager(
             kv_cache_groups(runner.config, cache.block_size),
             num_blocks,

@@ -90,6 +90,16 @@ def test_without_chunks_a_prompt_waits_until_it_fits():
     assert step(scheduler) == [("a", 10, 11), ("b", 0, 10)]
 
 
+def test_without_chunks_what_is_longer_than_a_step_is_refused():
+    scheduler = make_scheduler(enable_chunked_prefill=False)
+    with pytest.raises(
+        ValueError, match="the prompt has 17 tokens and is computed in one step, which may have 16"
+    ):
+        scheduler.add_request(make_request("a", range(17)))
+    scheduler.add_request(make_request("b", range(16), max_tokens=6))
+    run(scheduler)
+
+
 def test_at_most_so_many_run():
     scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":

@@ -99,3 +99,17 @@ def test_too_few_blocks_for_the_groups():
         ValueError, match=r"max_model_len 96 needs \d+ blocks of 8 tokens, but the pool has 9 usable"
     ):
         make_engine("gemma3", 10)
+
+
+def test_a_model_that_looks_ahead_is_embedded_in_whole_sequences_without_a_cache(caplog):
+    engine = make_engine("gemma3_bidirectional", 60)
+    assert "prefix caching is off" in caplog.text
+    prompts = [list(range(3, 20)), list(range(3, 11))]
+    together = engine.embed(prompts, pooling="mean")
+    alone = np.concatenate([engine.embed(p, pooling="mean") for p in prompts])
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+    with pytest.raises(
+        ValueError, match="the prompt has 30 tokens and is computed in one step, which may have 24"
+    ):
+        engine.embed(list(range(30)))
+    assert engine.stats()["prefix_cache_queries"] == 0

@@ -39,6 +39,9 @@ CONFIG = ModelConfig(
 TEMP_BYTES = 512 * 2**20
 """Activations, logits of 64 rows in f32 (31 MiB) and packed queries; the KV array alone has 2 GiB."""
 
+REORDERED_WEIGHTS = 0.25
+"""Share of the weights that XLA may hold once more, in an order that it likes better (on tpu7x it does)."""
+
 
 @pytest.mark.parametrize("target", TOPOLOGIES)
 @pytest.mark.parametrize("chips", [1, 4])
@@ -72,6 +75,6 @@ def test_step(target, chips, rows):
         compiled = jax.jit(step, donate_argnums=1).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= num_bytes(kv) // chips
-    assert memory.temp_size_in_bytes <= TEMP_BYTES
+    assert memory.temp_size_in_bytes <= TEMP_BYTES + REORDERED_WEIGHTS * num_bytes(params) / chips
     shape = f"[{CONFIG.num_layers},{kv.data.shape[1]},"
     assert not [line for line in compiled.as_text().splitlines() if shape in line and " copy" in line]

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from mock_model import make_engine
 
 from jaxcache import CacheConfig, SamplingParams, SchedulerConfig
+from tests.engine.mock_model import make_engine
 
 OPTIONS = {
     "cache": CacheConfig(block_size=4, num_blocks=48),

@@ -5,11 +5,11 @@ import gc
 import jax
 import numpy as np
 import pytest
-from mock_model import MockConfig, MockModel, make_engine
 
 from jaxcache import Buckets, CacheConfig, Engine, SamplingParams, SchedulerConfig
 from jaxcache.engine import runner as runner_module
 from jaxcache.models.tokenizer import ByteTokenizer
+from tests.engine.mock_model import MockConfig, MockModel, make_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SMALL = {

@@ -1,11 +1,11 @@
 """The operator's check tells an engine that isolates from one that does not."""
 
 import pytest
-from mock_model import MockConfig, make_engine
 
 from jaxcache import CacheConfig, SamplingParams
 from jaxcache.core.request import Request
 from jaxcache.engine.isolation import check_isolation
+from tests.engine.mock_model import MockConfig, make_engine
 
 CACHE = CacheConfig(block_size=4, num_blocks=48)
 

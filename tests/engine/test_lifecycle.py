@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from mock_model import MockConfig, MockModel, make_engine
 
 import jaxcache as jc
 from jaxcache.core.hashing import MultiModalFeature, get_request_block_hasher
 from jaxcache.core.request import Request
 from jaxcache.core.scheduler import StepPlan
+from tests.engine.mock_model import MockConfig, MockModel, make_engine
 
 GREEDY = jc.SamplingParams(temperature=0.0, max_tokens=12)
 OPTIONS = {

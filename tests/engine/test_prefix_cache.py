@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from mock_model import MockConfig, MockModel, make_engine
 
 import jaxcache as jc
+from tests.engine.mock_model import MockConfig, MockModel, make_engine
 
 CONFIG = jc.CacheConfig(num_blocks=40, block_size=4)
 MODEL = MockConfig()

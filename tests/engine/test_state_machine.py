@@ -16,10 +16,10 @@ from flax import nnx
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from mock_model import MockConfig, MockModel
 
 import jaxcache as jc
 from jaxcache.engine import runner as runner_module
+from tests.engine.mock_model import MockConfig, MockModel
 
 CONFIG = MockConfig(vocab_size=31, max_position=64)
 MODELS = [MockModel(CONFIG, seed=nth) for nth in range(2)]

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from model_files import TOKENS, permute
+from tests.models.model_files import TOKENS, permute
 
 from jaxcache.models.config import ModelConfig
 from jaxcache.models.grouping import LayerKind

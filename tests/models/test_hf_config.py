@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from model_files import write_folder
+from tests.models.model_files import write_folder
 
 from jaxcache.models.config import ExpertsConfig, ModelConfig, RecurrentConfig
 from jaxcache.models.grouping import FULL, RECURRENT, LayerKind, group_layers, layer_places, period

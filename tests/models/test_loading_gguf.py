@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, GGUFWriter
-from model_files import HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, WIDTH, permute, shapes, write_gguf
+from tests.models.model_files import HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, WIDTH, permute, shapes, write_gguf
 
 from jaxcache.models.loading import find_model, read_gguf
 from jaxcache.models.loading.gguf_config import llama3_rope_factors

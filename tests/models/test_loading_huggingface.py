@@ -3,7 +3,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from model_files import CONFIG, write_folder
+from tests.models.model_files import CONFIG, write_folder
 from safetensors.numpy import save_file
 
 from jaxcache.models.loading import read_huggingface

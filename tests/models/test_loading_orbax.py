@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from model_files import write_folder, write_gguf
+from tests.models.model_files import write_folder, write_gguf
 
 from jaxcache.models.loading import (
     cache_home,

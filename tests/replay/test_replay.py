@@ -107,7 +107,7 @@ def test_a_pool_smaller_than_a_prompt_cannot_be_swept():
 
 def test_the_command_prints_a_table_and_writes_json_and_a_plot(tmp_path, capsys):
     trace = str(DATA / "conversation_trace_1000.jsonl.gz")
-    options = ["--num-blocks", "300,700", "--policy", "lru,s3fifo,clairvoyant", "--limit", "60", "--no-progress"]
+    options = ["--num-blocks", "400,1500", "--policy", "lru,s3fifo,clairvoyant", "--limit", "60", "--no-progress"]
     written = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
     assert main(["replay", trace, *options, *written]) == 0
     printed = capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_plot(tmp_path, capsys)
         "clairvoyant"
     ]
     rows = json.loads((tmp_path / "out.json").read_text())
-    assert [row["num_blocks"] for row in rows] == 3 * [300, 700]
+    assert [row["num_blocks"] for row in rows] == 3 * [400, 1500]
     assert all(0 < row["hit_rate"] < 1 for row in rows)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 

@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import httpx
-from conftest import serving
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxcache import CacheConfig
+from tests.serve.serving import serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +57,7 @@ def test_counts_agree_with_what_clients_were_told():
 
 
 def test_block_lifetimes_are_measured_when_blocks_are_evicted():
-    from conftest import text_engine
+    from tests.serve.serving import text_engine
 
     with serving(text_engine(cache=CacheConfig(block_size=4, num_blocks=30))) as server:
         for letter in "abca":

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import serving
 from fastapi.responses import HTMLResponse
+
+from tests.serve.serving import serving
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

@@ -7,9 +7,9 @@ import time
 import httpx
 import openai
 import pytest
-from conftest import serving, slow_engine, text_engine
 
 from jaxcache import CacheConfig, SamplingParams, SchedulerConfig
+from tests.serve.serving import serving, slow_engine, text_engine
 
 LONG = "You are a pirate who answers in one short sentence. "
 

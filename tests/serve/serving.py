@@ -1,21 +1,16 @@
 """A server with the mock model, in this process, on a port of the loopback interface."""
 
-import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
-from mock_model import MockConfig, MockModel
 
 from jaxcache import Buckets, CacheConfig, Engine, SchedulerConfig
 from jaxcache.models.tokenizer import ByteTokenizer
 from jaxcache.serve.config import ServerConfig
 from jaxcache.serve.server import make_server
+from tests.engine.mock_model import MockConfig, MockModel
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"

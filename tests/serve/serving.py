@@ -4,8 +4,6 @@ import threading
 import time
 from contextlib import contextmanager
 
-import pytest
-
 from jaxcache import Buckets, CacheConfig, Engine, SchedulerConfig
 from jaxcache.models.tokenizer import ByteTokenizer
 from jaxcache.serve.config import ServerConfig
@@ -74,10 +72,3 @@ def serving(engine=None, events=None, **settings):
         server.should_exit = True
         thread.join(30)
         assert not thread.is_alive()
-
-
-@pytest.fixture(scope="session")
-def running():
-    """One server for all tests that only ask it things."""
-    with serving() as server:
-        yield server

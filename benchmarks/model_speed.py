@@ -7,6 +7,9 @@ with as many threads each, so that what else the machine does strikes all alike.
 keep every core busy, torch's threads wait for each other far longer than ours. Measure on a quiet machine.) A time
 is the median over the rounds, a ratio the median of the rounds' ratios. torch runs the same shape as transformers'
 `LlamaForCausalLM` in f32 (`pip install torch==2.13.0 transformers`). Prints a table and one line of JSON.
+
+"First token" is through the engine, which pads 1,056 tokens to a step of 2,048; "bare step" is the model alone on
+exactly as many rows as there are.
 """
 
 import argparse
@@ -56,7 +59,8 @@ class Ours:
         from jaxcache.models.llama import Llama
 
         config = ModelConfig.from_hf(CONFIG)
-        graph, self.params = nnx.split(Llama(config, rngs=nnx.Rngs(0)))
+        self.model = Llama(config, rngs=nnx.Rngs(0))
+        graph, self.params = nnx.split(self.model)
         self.num_blocks = -(-longest // BLOCK_SIZE) + 2
         layout = KVLayout(config.num_kv_heads, config.head_dim, BLOCK_SIZE)
         self.kv = init_kv(layout, config.num_layers, self.num_blocks, jnp.float32)
@@ -95,6 +99,35 @@ class Ours:
     def run(self, step: Any) -> None:
         token, self.kv = self.forward(self.params, self.kv, step)
         token.block_until_ready()
+
+
+class FirstToken:
+    """Time to first token through the engine as it comes: hashing, planning, padding to a bucket, sampling."""
+
+    def __init__(self, model: Any) -> None:
+        import numpy as np
+
+        from jaxcache import CacheConfig, Engine, SamplingParams
+
+        self.engine = Engine(model, model.config, cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=160))
+        self.params = SamplingParams(temperature=0.0, max_tokens=1)
+        self.random = np.random.default_rng(0)
+        self.shared = self.random.integers(0, CONFIG["vocab_size"], CACHED).tolist()
+
+    def cold(self) -> float:
+        self.engine.reset_prefix_cache()
+        return self.ask(cached=0)
+
+    def cached(self) -> float:
+        """Right after `cold`."""
+        return statistics.median(self.ask(cached=CACHED) for _ in range(5))
+
+    def ask(self, cached: int) -> float:
+        prompt = self.shared + self.random.integers(0, CONFIG["vocab_size"], NEW).tolist()
+        output = self.engine.generate(prompt, self.params)[0]
+        if output.num_cached_tokens != cached:
+            raise SystemExit(f"{output.num_cached_tokens} tokens came from the cache, expected {cached}")
+        return output.time_to_first_token or 0.0
 
 
 class Torch:
@@ -148,6 +181,9 @@ def measurements(ours: Ours, torch: Torch | None, lengths: list[int]) -> dict[tu
             return seconds
 
         result["torch", "decode"] = torch_decode
+    first = FirstToken(ours.model)
+    result["engine", "cold start"] = first.cold
+    result["engine", "cached start"] = first.cached
     return result
 
 
@@ -169,12 +205,13 @@ def figures_of(seconds: dict[tuple[str, str], list[float]], lengths: list[int]) 
         return statistics.median(a / b for a, b in zip(seconds[slow], seconds[fast]))
 
     figures = {}
-    for who in dict.fromkeys(who for who, _ in seconds):
+    for who in dict.fromkeys(who for who, what in seconds if what == "decode"):
         figures |= {f"{who}_prefill_{n}_tokens_per_s": n / middle[who, f"prefill {n}"] for n in lengths}
         figures[f"{who}_decode_ms"] = middle[who, "decode"] * 1e3
-    figures["ttft_cold_ms"] = middle["jaxcache", "cold start"] * 1e3
-    figures["ttft_cached_ms"] = middle["jaxcache", "cached start"] * 1e3
-    figures["ttft_ratio"] = ratio(("jaxcache", "cold start"), ("jaxcache", "cached start"))
+    for who, name in (("jaxcache", "step"), ("engine", "ttft")):
+        figures[f"{name}_cold_ms"] = middle[who, "cold start"] * 1e3
+        figures[f"{name}_cached_ms"] = middle[who, "cached start"] * 1e3
+        figures[f"{name}_ratio"] = ratio((who, "cold start"), (who, "cached start"))
     for who, what in seconds:
         if who == "torch":
             figures[f"{what.replace(' ', '_')}_speedup"] = ratio(("torch", what), ("jaxcache", what))
@@ -194,8 +231,11 @@ def print_table(figures: dict[str, float], lengths: list[int]) -> None:
         rows.append([f"prefill of {n}", *cells, cell(f"prefill_{n}_speedup", "", 2)])
     cells = [cell(f"{who}_decode_ms", "ms", 1) for who in ("jaxcache", "torch")]
     rows.append([f"decode at {DECODE_CONTEXT}", *cells, cell("decode_speedup", "", 2)])
-    rows.append([f"first token of {CACHED + NEW}", cell("ttft_cold_ms", "ms", 1), "", ""])
-    rows.append([f"the same, {CACHED} cached", cell("ttft_cached_ms", "ms", 1), "", cell("ttft_ratio", "", 1)])
+    for name, what in (("ttft", "first token"), ("step", "bare step")):
+        rows.append([f"{what} of {CACHED + NEW}", cell(f"{name}_cold_ms", "ms", 1), "", ""])
+        rows.append(
+            [f"{what}, {CACHED} cached", cell(f"{name}_cached_ms", "ms", 1), "", cell(f"{name}_ratio", "", 1)]
+        )
     for label, *cells in rows:
         print(f"{label:24}{cells[0]:>16}{cells[1]:>16}{cells[2]:>8}")
 

@@ -94,6 +94,8 @@ class KVCacheManager:
         self._num_reserved = sum(map(len, self.sink_blocks))
         self.num_evicted_blocks = 0
         """Named blocks that were taken for other content, since the start."""
+        self._named_in_step: set[int] | None = None
+        """Blocks named since `new_step_starts`; `None` for those who do not speak of steps."""
         self.observer: CacheObserver | None = None
         """Told of every allocation and admission, if there is one."""
         self._watermark_blocks = int(watermark * num_blocks)
@@ -118,6 +120,7 @@ class KVCacheManager:
 
     def new_step_starts(self) -> None:
         """A step is about to be planned: what the last one computed is there now."""
+        self._named_in_step = set()
         self.coordinator.new_step_starts()
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
@@ -159,7 +162,7 @@ class KVCacheManager:
             raise ValueError(f"num_new_tokens must be positive, got {num_new_tokens}")
         name = request.request_id
         hits = self.coordinator.no_hits if new_computed_blocks is None else new_computed_blocks.blocks
-        if self.coordinator.must_wait(hits):
+        if self.coordinator.must_wait(hits) or self._would_race(hits, num_new_tokens):
             return None
         num_computed = min(request.num_computed_tokens + num_new_computed_tokens, self.max_model_len)
         admission = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -188,6 +191,16 @@ class KVCacheManager:
         request.quiet_until = self.coordinator.quiet_until(name, num_computed + num_new_tokens, num_computed)
         return new_blocks
 
+    def _would_race(self, hits: Sequence[np.ndarray], num_new_tokens: int) -> bool:
+        """Whether a request of one row would read blocks that the step being planned only just writes.
+
+        A kernel that writes and attends for all single rows at once orders them in no way. Requests of more rows
+        are safe: all their KV is written before any of it is read.
+        """
+        if num_new_tokens > 1 or not self._named_in_step:
+            return False
+        return any(not self._named_in_step.isdisjoint(ids.tolist()) for ids in hits)
+
     def observe_admission(self, request: Request, num_hits: int) -> None:
         """Tell the observer, if there is one, what `request` found and what it did not."""
         if self.observer is None:
@@ -206,6 +219,8 @@ class KVCacheManager:
         if request.skip_writing_prefix_cache:
             return
         ids = self.coordinator.cache_blocks(request, num_tokens)
+        if self._named_in_step is not None:
+            self._named_in_step.update(ids)
         self.pool.name(ids, self.index.fingerprints(ids) if self.pool.needs_fingerprints else None)
 
     def uncache(self, request: Request, num_tokens: int) -> None:

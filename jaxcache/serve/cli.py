@@ -30,7 +30,8 @@ def run(options: argparse.Namespace) -> None:
             f"serving needs packages that are not here ({error}): pip install 'jaxcache[serve]'"
         ) from error
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jaxcache").setLevel(logging.INFO)
     events = from_options(KVEventsConfig, options)
     server = from_options(ServerConfig, options)
     engine = Engine.from_pretrained(

@@ -69,10 +69,22 @@ def test_chunks_start_after_the_hit():
 def test_one_step_shares_what_it_computes():
     scheduler = make_scheduler(max_num_batched_tokens=64)
     for name in "abc":
-        scheduler.add_request(make_request(name, [*range(16), ord(name)]))
-    assert step(scheduler) == [("a", 0, 17), ("b", 16, 17), ("c", 16, 17)]
+        scheduler.add_request(make_request(name, [*range(16), ord(name), 1]))
+    assert step(scheduler) == [("a", 0, 18), ("b", 16, 18), ("c", 16, 18)]
     tables = [scheduler.kv.get_block_ids(name)[0] for name in "abc"]
     assert tables[0][:4] == tables[1][:4] == tables[2][:4]
+
+
+def test_a_single_row_waits_for_a_block_that_this_step_fills():
+    """A fused kernel writes and reads for single rows in no order; requests of more rows may share at once."""
+    scheduler = make_scheduler()
+    first = make_request("a", range(7), max_tokens=5)
+    scheduler.add_request(first)
+    assert step(scheduler) == [("a", 0, 7)]
+    scheduler.add_request(make_request("b", [*first.all_token_ids, 90]))
+    assert step(scheduler) == [("a", 7, 8)]
+    assert step(scheduler) == [("a", 8, 9), ("b", 8, 9)]
+    run(scheduler)
 
 
 def test_long_prompts_can_be_held_to_a_share():

@@ -7,12 +7,12 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from tests.models.model_files import TOKENS, permute
 
 from jaxcache.models.config import ModelConfig
 from jaxcache.models.grouping import LayerKind
 from jaxcache.models.loading import read_gguf
 from jaxcache.models.loading.gguf_file import expand, parse_gguf
+from tests.models.model_files import TOKENS, permute
 from tests.models.test_families import golden_of
 
 STEMS = {

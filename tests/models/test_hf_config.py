@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tests.models.model_files import write_folder
 
 from jaxcache.models.config import ExpertsConfig, ModelConfig, RecurrentConfig
 from jaxcache.models.grouping import FULL, RECURRENT, LayerKind, group_layers, layer_places, period
 from jaxcache.models.loading import load_model, restore_checkpoint, save_checkpoint
 from jaxcache.models.rope import RopeConfig
+from tests.models.model_files import write_folder
 from tests.models.test_families import NAMES, Groups, check, golden_of
 
 SMALL = {

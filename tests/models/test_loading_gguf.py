@@ -4,11 +4,22 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, GGUFWriter
-from tests.models.model_files import HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, VOCABULARY, WIDTH, permute, shapes, write_gguf
 
 from jaxcache.models.loading import find_model, read_gguf
 from jaxcache.models.loading.gguf_config import llama3_rope_factors
 from jaxcache.models.loading.gguf_file import expand, parse_gguf
+from tests.models.model_files import (
+    HEAD_DIM,
+    HEADS,
+    INNER,
+    KV_HEADS,
+    LAYERS,
+    VOCABULARY,
+    WIDTH,
+    permute,
+    shapes,
+    write_gguf,
+)
 
 
 def test_config_and_weights_come_out_in_hugging_faces_terms(tmp_path):

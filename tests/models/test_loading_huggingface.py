@@ -3,10 +3,10 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.models.model_files import CONFIG, write_folder
 from safetensors.numpy import save_file
 
 from jaxcache.models.loading import read_huggingface
+from tests.models.model_files import CONFIG, write_folder
 
 
 def test_everything_is_read(tmp_path):

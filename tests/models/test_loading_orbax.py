@@ -10,7 +10,6 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.models.model_files import write_folder, write_gguf
 
 from jaxcache.models.loading import (
     cache_home,
@@ -20,6 +19,7 @@ from jaxcache.models.loading import (
     restore_checkpoint,
     save_checkpoint,
 )
+from tests.models.model_files import write_folder, write_gguf
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ demo: $(VENV)/.test ## answer sixteen questions with the cache on and off
 	$(BIN)/python examples/shared_prefix.py
 
 test: $(VENV)/.test ## the test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.check ## lint, format, types
 	$(BIN)/ruff check .

@@ -169,10 +169,11 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     def find_longest_cache_hit(self, request: Request, max_length: int) -> CacheHit:
         """A fixed point: each kind of group cuts the hit to what it can serve, until a round cuts nothing.
 
-        A prefix of a full-attention hit is one too, so such groups are looked up once. Each further round starts
-        from a shorter hit, a multiple of the scheduler block size.
+        A prefix of a full-attention hit is one too, so such groups are looked up once. Rounds settle at once unless
+        blocks are missing here and there; if they do not, the lengths that each kind serves are listed, and the
+        longest that all have in common is it. So no group is passed over more than groups + 1 times.
         """
-        length, limiting = max_length, None
+        length, limiting, rounds = max_length, None, 0
         found: dict[int, np.ndarray] = {}
         while True:
             before = length
@@ -188,8 +189,22 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
                 length = min(length, served)
             if length == before:
                 break
+            rounds += 1
+            if rounds == max(1, len(self._group_ids) - 1):
+                length, limiting = self._longest_in_common(request, length, limiting)
         blocks = [found[i][: length // m.block_size] for i, m in enumerate(self.managers)]
         return CacheHit(blocks, length, limiting)
+
+    def _longest_in_common(self, request: Request, length: int, limiting: int | None) -> tuple[int, int | None]:
+        """The longest hit of at most `length` tokens that all kinds serve, and the group that allowed no more."""
+        served = {
+            group_ids[0]: self.managers[group_ids[0]].served_lengths(request, group_ids, length)
+            for group_ids in self._group_ids
+        }
+        longest = max(set.intersection(*served.values()))
+        if longest + self.scheduler_block_size <= length:
+            limiting = min(served, key=lambda group_id: max(served[group_id]))
+        return longest, limiting
 
 
 def make_coordinator(

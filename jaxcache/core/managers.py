@@ -95,6 +95,20 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
         """
         raise NotImplementedError
 
+    def blocks_needed(self, num_tokens: int) -> int:
+        """How many blocks before its end a hit of `num_tokens` tokens needs."""
+        return num_tokens // self.block_size
+
+    def served_lengths(self, request: Request, group_ids: Sequence[int], max_length: int) -> set[int]:
+        """Every length of at most `max_length` tokens at which a hit can end, each block looked up once."""
+        lengths, run = {0}, 0
+        for position in range(max_length // self.block_size):
+            run = 0 if self._index.find(request, group_ids, position) is None else run + 1
+            num_tokens = (position + 1) * self.block_size
+            if num_tokens % self._alignment == 0 and run >= self.blocks_needed(num_tokens):
+                lengths.add(num_tokens)
+        return lengths
+
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Leading tokens that the next token does not attend to."""
         del num_computed_tokens
@@ -248,6 +262,9 @@ class SlidingWindowManager(SingleTypeKVCacheManager[SlidingWindowSpec]):
         aligned = run * self.block_size // self._alignment * self._alignment
         return found[:, : aligned // self.block_size]
 
+    def blocks_needed(self, num_tokens: int) -> int:
+        return min(max(self._window_blocks, 1), num_tokens // self.block_size)
+
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.spec.sliding_window + 1)
 
@@ -278,6 +295,9 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager[ChunkedLocalAttentio
         nulls = np.full((len(group_ids), first), NULL_BLOCK, np.int32)
         return np.concatenate([nulls, run], axis=1)
 
+    def blocks_needed(self, num_tokens: int) -> int:
+        return (num_tokens - self._chunk_start(num_tokens)) // self.block_size
+
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return self._chunk_start(num_computed_tokens)
 
@@ -304,6 +324,9 @@ class RecurrentManager(SingleTypeKVCacheManager[RecurrentSpec]):
                     found[:, position] = blocks
                     return found
         return np.zeros((len(group_ids), 0), np.int32)
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        return min(1, num_tokens // self.block_size)
 
     def must_wait(self, hits: np.ndarray) -> bool:
         """A state is read before the step writes any, so one that this step computes is not there yet."""

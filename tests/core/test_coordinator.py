@@ -1,5 +1,7 @@
 """Hits that several groups must agree on, against brute force; and what each kind of group needs and keeps."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -33,13 +35,17 @@ class Residency:
 
     def __init__(self, present: list[list[bool]]) -> None:
         self.present = present
-        self.lookups = 0
+        self.lookups: Counter[tuple[int, int]] = Counter()
+
+    def most_lookups(self) -> int:
+        """Of any block."""
+        return max(self.lookups.values(), default=0)
 
     def _block(self, group, position):
         return 1 + 100 * group + position
 
     def find(self, request, group_ids, position):
-        self.lookups += 1
+        self.lookups[group_ids[0], position] += 1
         if all(self.present[g][position] for g in group_ids):
             return [self._block(g, position) for g in group_ids]
         return None
@@ -139,6 +145,28 @@ def test_the_order_of_groups_does_not_matter_and_a_hit_confirms_itself(scene, da
     shuffled, *_ = find([specs[i] for i in order], [present[i] for i in order], max_length)
     assert shuffled.num_tokens == hit.num_tokens
     assert find(specs, present, hit.num_tokens)[0].num_tokens == hit.num_tokens
+
+
+@given(scene=scenes())
+@settings(max_examples=300, deadline=None)
+def test_no_group_is_passed_over_more_than_groups_plus_one_times(scene):
+    """Each pass looks a block up at most once."""
+    specs, present, max_length = scene
+    _, _, index = find(specs, present, max_length)
+    assert index.most_lookups() <= len(specs) + 1
+
+
+def test_disagreement_that_rounds_would_take_long_to_settle():
+    """Two windows that each lack what the other has, all the way down."""
+    specs = [SlidingWindowSpec(4, 5), SlidingWindowSpec(4, 9)]
+    present = [[i % 2 == 0 for i in range(16)], [i % 4 in (1, 2) for i in range(16)]]
+    present[1][:1] = [True]
+    hit, _, index = find(specs, present, 64)
+    assert hit.num_tokens == 60
+    present[0] = [i % 4 == 1 for i in range(16)]
+    hit, _, index = find(specs, present, 64)
+    assert hit.num_tokens == 8
+    assert index.most_lookups() <= 3
 
 
 def test_the_limiting_group_is_named():

@@ -169,7 +169,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     def find_longest_cache_hit(self, request: Request, max_length: int) -> CacheHit:
         """A fixed point: each kind of group cuts the hit to what it can serve, until a round cuts nothing.
 
-        A prefix of a full-attention hit is one too, so such groups are looked up once. Rounds settle at once unless
+        A prefix of a full-attention hit is one too, so such groups are looked up once. Rounds settle soon unless
         blocks are missing here and there; if they do not, the lengths that each kind serves are listed, and the
         longest that all have in common is it. So no group is passed over more than groups + 1 times.
         """

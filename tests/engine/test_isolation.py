@@ -43,7 +43,6 @@ def test_what_a_probe_can_learn(other):
         assert [entry.num_tokens for entry in plan.scheduled] == [30]
         engine.core.scheduler.abandon(plan, "only planned")
         assert engine.core.scheduler.requests == {}
-        engine._answers.clear()
-        engine._outputs.clear()
-        engine.core._requests.clear()
-        assert name not in engine._outputs
+        engine.abort(name)
+    assert not engine.has_unfinished
+    assert engine.core.kv.num_held == 0

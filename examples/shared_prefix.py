@@ -55,7 +55,24 @@ disabilities behind the house, and none for other cars. Bicycles can be locked i
 
 Guided tours. Tours in several languages begin at eleven and at three o'clock, last an hour and cost three
 crowns more. Groups of more than ten people must book a week ahead by telephone. School classes are free, and
-have their own programme, in which the children tie knots, hoist a sail and find their way by the stars."""
+have their own programme, in which the children tie knots, hoist a sail and find their way by the stars.
+
+Friends of the museum. For sixty crowns a year one becomes a friend: free entry at all times, a letter with
+news four times a year, and an evening in the hall in autumn. The shop gives friends a tenth off.
+
+The house. The factory was built in 1796 of yellow brick and burned down twice. Its chimney, which is forty
+metres high, was restored by the town ten years ago; storks nest on it in summer and must not be disturbed.
+During the last war the hall served as a hospital, as a plaque beside the stairs recalls.
+
+The library. Behind the first floor lies the reading room, with nine thousand books and all the logs of the
+harbour pilots since 1820. It is open on weekdays from one to four o'clock. Books are read in the room and
+not lent. Whoever looks for an ancestor who went to sea should write beforehand, and the librarian, Mrs Okafor,
+will have the lists of crews ready.
+
+This year. The exhibition in the attic is about lighthouse keepers and their families. It shows letters,
+tools and toys from eleven islands, and it closes on the last Sunday of October. In winter a room about ice
+and whales will follow it. On the longest day of the year there is music in the yard from noon until
+midnight."""
 
 QUESTIONS = [
     "When do you open on Thursdays?",
@@ -122,7 +139,7 @@ def make_engine(loaded, caching: bool) -> Engine:
 
 def compile_shapes(engine: Engine, params: SamplingParams) -> None:
     """Run the shapes that will be timed once on other content, then forget it."""
-    for length in (1000, 40, 20):
+    for length in (1024 + 100, 1024 + 10, 10):
         engine.generate([7] * length, SamplingParams(temperature=0.0, max_tokens=2), progress=False)
     engine.reset_prefix_cache()
 

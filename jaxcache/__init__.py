@@ -4,6 +4,7 @@ from jaxcache.core import pool
 from jaxcache.core.config import CacheConfig, SchedulerConfig
 from jaxcache.engine.engine import Engine
 from jaxcache.engine.outputs import Completion, Delta, RequestOutput
+from jaxcache.engine.pooling_params import PoolingParams
 from jaxcache.engine.prefix_cache import CachedSequence, CacheFull, PrefixCache, init_kv
 from jaxcache.engine.sampling_params import SamplingParams
 from jaxcache.engine.step_inputs import Buckets
@@ -23,6 +24,7 @@ __all__ = [
     "Delta",
     "Engine",
     "KVCache",
+    "PoolingParams",
     "PrefixCache",
     "RequestOutput",
     "SamplingParams",

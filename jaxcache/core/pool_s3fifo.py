@@ -9,6 +9,7 @@ it was evicted (a *ghost*), in the *main* queue. The changes:
 - The queues are compared by age instead of size: a block of the main queue counts as younger by a head start.
 - The head start follows the ghosts, as in ARC (Megiddo and Modha, FAST 2003): a returning block that the small
   queue lost shortens it, one that the main queue lost lengthens it, each weighted by how rarely its kind is lost.
+  It begins at nothing, which is the order of `core.pool`, and it takes ghosts to leave that.
 
 The transitions are those of `core.pool` and keep its promises: pure, static shapes, O(ids), failure as a flag.
 Ages are differences of counters that may wrap around; `compact` keeps them below 2**30.
@@ -25,8 +26,13 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxcache.core.pool import NULL_BLOCK, check_ownership, check_size
 
 SMALL, MAIN = 0, 1
-HORIZON = 6
-"""Ghosts are remembered for, and a head start is at most, this many times the pool's size, in blocks."""
+HORIZON = 16
+"""Ghosts are remembered for, and a head start is at most, this many times the pool's size, in blocks.
+
+It must cover the time after which content comes back; where it does not, the head start follows accidents. With 6,
+pools of 600 to 900 blocks lost up to 8 % against lru on a trace whose contents return after 5 to 40 pool sizes."""
+SPEED = 3.0
+"""How far a pool's worth of returning ghosts moves the head start, in pool sizes."""
 _OLDEST = 2**30
 
 
@@ -85,7 +91,7 @@ def init(num_blocks: int, num_usable: int | Int[Array, ""] | None = None) -> S3P
         ends=jnp.stack([jnp.stack([zero, free]), jnp.stack([zero, zero])]),
         counts=jnp.stack([free, free, zero, zero]),
         ghosts=jnp.full((2 * capacity, 3), -_OLDEST, jnp.int32),
-        balance=jnp.ones(3, jnp.float32),
+        balance=jnp.array([0.0, 1.0, 1.0], jnp.float32),
     )
 
 
@@ -267,7 +273,8 @@ def _shifted(pool: S3PoolState, known, from_main):
     ratio = jnp.maximum(lost_main, 1.0) / jnp.maximum(lost_small, 1.0)
     shorter = jnp.sum(known & ~from_main).astype(jnp.float32) * jnp.maximum(ratio, 1.0)
     longer = jnp.sum(known & from_main).astype(jnp.float32) * jnp.maximum(1.0 / ratio, 1.0)
-    return jnp.clip(head_start + (longer - shorter) / pool.counts[1].astype(jnp.float32), 0.0, float(HORIZON))
+    change = SPEED * (longer - shorter) / pool.counts[1].astype(jnp.float32)
+    return jnp.clip(head_start + change, 0.0, float(HORIZON))
 
 
 def unname(pool: S3PoolState, ids: Int[Array, " K"]) -> S3PoolState:

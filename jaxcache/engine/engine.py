@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -14,10 +14,11 @@ from tqdm import tqdm
 from jaxcache.core.config import CacheConfig, SchedulerConfig
 from jaxcache.core.events import KVEventsConfig
 from jaxcache.core.request import RequestStatus
+from jaxcache.engine.answers import Answer, RequestParams
 from jaxcache.engine.chat import apply_chat_template
 from jaxcache.engine.core import CoreOutput, EngineCore
-from jaxcache.engine.detokenizer import Detokenizer, StopChecker
 from jaxcache.engine.outputs import Completion, Delta, RequestOutput
+from jaxcache.engine.pooling_params import PoolingParams
 from jaxcache.engine.runner import ModelConfigLike, ModelRunner
 from jaxcache.engine.sampling_params import SamplingParams
 from jaxcache.engine.sizing import choose_sizes
@@ -26,17 +27,6 @@ from jaxcache.kernels.dispatch import Implementation
 from jaxcache.models.tokenizer import TextTokenizer
 
 Prompt = str | Sequence[int]
-
-
-@dataclass
-class _Answer:
-    """One running completion: its place in the output, and its text so far."""
-
-    output: RequestOutput
-    completion: Completion
-    params: SamplingParams
-    detokenizer: Detokenizer | None
-    stop: StopChecker
 
 
 class Engine:
@@ -93,10 +83,10 @@ class Engine:
         )
         self._outputs: dict[str, RequestOutput] = {}
         """Requests that have not ended."""
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, Answer] = {}
         """Their running answers, by the id that the core knows each by."""
-        self._embeddings: dict[str, np.ndarray | None] = {}
-        """Of prompts that are being embedded, once they are there."""
+        self._kept: list[Delta] = []
+        """What steps run for others did for requests whose owner has not asked yet."""
         self._ids = count()
 
     @classmethod
@@ -150,17 +140,8 @@ class Engine:
         each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts need 1 or {len(batch)} SamplingParams, got {len(each)}")
-        ids: list[str] = []
-        try:
-            for nth, (prompt, one) in enumerate(zip(batch, each)):
-                try:
-                    ids.append(self.add_request(prompt, one, cache_salt=cache_salt))
-                except ValueError as error:
-                    raise ValueError(f"prompt {nth}: {error}") from error
-            return self._finish_all(ids, len(batch) > 1 if progress is None else progress)
-        finally:
-            for request_id in ids:
-                self.abort(request_id)
+        progress = len(batch) > 1 if progress is None else progress
+        return self._answer_all(batch, each, progress, cache_salt=cache_salt)
 
     def chat(
         self,
@@ -190,11 +171,12 @@ class Engine:
     ) -> Iterator[Delta]:
         """Answer `prompt` piece by piece. Leaving the loop early aborts the request."""
         request_id = self.add_request(prompt, params, cache_salt=cache_salt)
+        output, num_ended = self._outputs[request_id], 0
         try:
-            while request_id in self._outputs:
-                for delta in self.step():
-                    if delta.request_id == request_id:
-                        yield delta
+            while num_ended < len(output.completions) and self._concerns(request_id):
+                for delta in self._deltas_of({request_id}):
+                    num_ended += delta.finish_reason is not None
+                    yield delta
         finally:
             self.abort(request_id)
 
@@ -208,36 +190,22 @@ class Engine:
     ) -> np.ndarray:
         """Embeddings of `prompts` (texts, or token ids), float32 [len(prompts), width].
 
-        `pooling`: the hidden state of the last token ("last"), which may start from cached blocks, or the mean
-        over all tokens ("mean"), which computes every prompt in full. `normalize`: to length 1.
+        `pooling`, `normalize`: as `PoolingParams` has them. A `RuntimeError` where a prompt could not be computed.
         """
         batch: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        waiting: dict[str, int] = {}
-        rows: list[np.ndarray | None] = [None] * len(batch)
-        try:
-            for nth, prompt in enumerate(batch):
-                name = f"embedding-{next(self._ids)}"
-                _, token_ids = self._encode(prompt)
-                self.core.add_request(name, token_ids, SamplingParams(), cache_salt=cache_salt, pooling=pooling)
-                waiting[name] = nth
-                self._embeddings[name] = None
-            while waiting:
-                self.step()
-                for name in [i for i in waiting if self._embeddings[i] is not None]:
-                    rows[waiting.pop(name)] = self._embeddings.pop(name)
-        finally:
-            for name in waiting:
-                self.core.finish(name, RequestStatus.FINISHED_ABORTED)
-                self._embeddings.pop(name, None)
-        vectors = np.stack([row for row in rows if row is not None])
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if normalize else vectors
+        params = PoolingParams(pooling=pooling, normalize=normalize)
+        outputs = self._answer_all(batch, [params] * len(batch), False, cache_salt=cache_salt)
+        vectors = [output.embedding for output in outputs if output.embedding is not None]
+        if len(vectors) < len(outputs):
+            raise RuntimeError("; ".join(output.error for output in outputs if output.error))
+        return np.stack(vectors)
 
     # Step by step
 
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: RequestParams | None = None,
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
@@ -245,54 +213,54 @@ class Engine:
     ) -> str:
         """Queue a prompt; returns the request's id. A `ValueError` for one that can never be computed.
 
+        With `PoolingParams` it ends in one delta, whose `output` has the embedding.
         `cache_salt`: only requests with the same salt share cached blocks. `priority`: smaller is sooner, where
         the scheduler's policy is "priority".
         """
         params = params or SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
+        if not isinstance(params, RequestParams):
+            raise ValueError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
         if request_id is None:
             request_id = f"request-{next(self._ids)}"
-        if request_id in self._outputs:
+        if self._concerns(request_id):
             raise ValueError(f"request id {request_id!r} is in use: give each request its own")
         text, token_ids = self._encode(prompt)
-        if params.stop and self.tokenizer is None:
+        if isinstance(params, SamplingParams) and params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         arrival = time.perf_counter()
-        output = RequestOutput(
-            request_id, text, [], [Completion(i) for i in range(params.n)], arrival_time=arrival
-        )
+        completions = [Completion(i) for i in range(_num_answers(params))]
+        output = RequestOutput(request_id, text, [], completions, arrival_time=arrival)
         self._outputs[request_id] = output
         try:
-            for completion in output.completions:
+            for completion in completions:
+                sampling, pooling = _for_core(params, completion.index)
                 request = self.core.add_request(
                     _core_id(output, completion),
                     token_ids,
-                    _nth_params(params, completion.index),
+                    sampling,
                     cache_salt=cache_salt,
                     priority=priority,
+                    pooling=pooling,
                 )
                 output.prompt_token_ids = output.prompt_token_ids or request.prompt_token_ids
-                self._answers[request.request_id] = self._new_answer(output, completion, params)
+                answer = Answer.begin(request, output, completion, params, self.tokenizer)
+                self._answers[request.request_id] = answer
         except ValueError:
             del self._outputs[request_id]
             raise
         return request_id
 
     def step(self) -> list[Delta]:
-        """Compute one step. Returns what it added to each answer."""
+        """Compute one step. Returns what it added to each answer, and what steps that `generate`, `stream` or
+        `embed` ran for others added before.
+        """
         try:
-            outputs = self.core.step()
+            deltas = self._advance()
         except BaseException:
             self._collect_failed()
             raise
-        deltas = []
-        for output in outputs:
-            if output.request.request_id in self._embeddings:
-                self._take_embedding(output)
-            else:
-                deltas.append(self._delta(output))
-        return deltas
+        kept, self._kept = self._kept, []
+        return kept + deltas
 
     def abort(self, request_id: str) -> None:
         """End a request; its blocks are given back. Unknown and finished ones are left alone."""
@@ -300,6 +268,7 @@ class Engine:
             for completion in output.completions:
                 if completion.finish_reason is None:
                     self._drop(_core_id(output, completion), RequestStatus.FINISHED_ABORTED)
+        self._kept = [delta for delta in self._kept if delta.request_id != request_id]
 
     def is_active(self, request_id: str) -> bool:
         """Whether the request has not ended."""
@@ -307,7 +276,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.core.has_unfinished
+        """Whether `step` has something to do, or to tell."""
+        return self.core.has_unfinished or bool(self._kept)
 
     def warmup(self, progress: bool = True) -> None:
         """Compile all that steps can need; afterwards nothing compiles any more."""
@@ -357,29 +327,32 @@ class Engine:
             raise ValueError("this engine has no tokenizer: give token ids instead of text")
         return self.tokenizer
 
-    def _new_answer(self, output: RequestOutput, completion: Completion, params: SamplingParams) -> _Answer:
-        if params.logprobs is not None:
-            completion.logprobs = []
-        detokenizer = None
-        if self.tokenizer is not None:
-            detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
-        stop = StopChecker(params.stop or (), include_stop_str=params.include_stop_str_in_output)
-        return _Answer(output, completion, params, detokenizer, stop)
+    # Steps, and who gets to know of them
+
+    def _advance(self) -> list[Delta]:
+        return [self._delta(output) for output in self.core.step()]
+
+    def _deltas_of(self, ids: set[str]) -> list[Delta]:
+        """What is kept for `ids`; else what one more step does for them. The rest is kept for its owners."""
+        if not any(delta.request_id in ids for delta in self._kept):
+            try:
+                self._kept += self._advance()
+            except BaseException:
+                self._kept += self._collect_failed()
+                raise
+        mine = [delta for delta in self._kept if delta.request_id in ids]
+        self._kept = [delta for delta in self._kept if delta.request_id not in ids]
+        return mine
+
+    def _concerns(self, request_id: str) -> bool:
+        """Whether the request has not ended, or its owner does not know yet that it has."""
+        return request_id in self._outputs or any(delta.request_id == request_id for delta in self._kept)
 
     def _delta(self, core: CoreOutput) -> Delta:
         """Enter one step's result into the answer it belongs to."""
         request, answer = core.request, self._answers[core.request.request_id]
-        output, completion = answer.output, answer.completion
-        if core.token_id is not None:
-            output.first_token_time = output.first_token_time or time.perf_counter()
-            completion.token_ids.append(core.token_id)
-            if completion.logprobs is not None and core.logprobs is not None:
-                completion.logprobs.append(core.logprobs)
-        if core.prompt_logprobs is not None:
-            output.prompt_logprobs = core.prompt_logprobs
-        if completion.index == 0 and request.num_cached_tokens is not None:
-            output.num_cached_tokens = request.num_cached_tokens
-        text = self._text(core, answer)
+        completion = answer.completion
+        text = answer.take(core, time.perf_counter())
         if answer.stop.matched is not None:
             completion.stop_reason = answer.stop.matched
             self._drop(request.request_id, RequestStatus.FINISHED_STOPPED)
@@ -389,34 +362,14 @@ class Engine:
             completion.error = request.error
             self._drop(request.request_id, request.status)
         return Delta(
-            output.request_id,
+            answer.output.request_id,
             completion.index,
             text,
             () if core.token_id is None else (core.token_id,),
             () if core.logprobs is None else (core.logprobs,),
             completion.finish_reason,
-            output,
+            answer.output,
         )
-
-    def _take_embedding(self, output: CoreOutput) -> None:
-        if output.embedding is None:
-            raise RuntimeError(output.request.error or "the prompt was not computed")
-        self._embeddings[output.request.request_id] = output.embedding
-
-    def _text(self, core: CoreOutput, answer: _Answer) -> str:
-        """The text that the step made certain, added to the answer. A token that ends the answer is not text."""
-        if answer.detokenizer is None:
-            return ""
-        text = ""
-        if core.token_id is not None and core.stop_token_id is None:
-            piece = answer.detokenizer.append(core.token_id)
-            looking = len(answer.completion.token_ids) > answer.params.min_tokens
-            text = answer.stop.append(piece) if looking else piece
-        if core.finished and answer.stop.matched is None:
-            text += answer.stop.append(answer.detokenizer.flush())
-            text += answer.stop.flush()
-        answer.completion.text += text
-        return text
 
     def _drop(self, core_id: str, status: RequestStatus) -> None:
         """The answer has ended: the core lets go of the request, the output says how it ended."""
@@ -427,33 +380,61 @@ class Engine:
             answer.output.finish_time = time.perf_counter()
             del self._outputs[answer.output.request_id]
 
-    def _collect_failed(self) -> None:
-        """Answers whose requests a failed step has ended."""
+    def _collect_failed(self) -> list[Delta]:
+        """End the answers whose requests a failed step has ended."""
+        deltas = []
         for core_id in [i for i in self._answers if not self.core.is_active(i)]:
-            self._answers[core_id].completion.error = "the step failed"
+            answer = self._answers[core_id]
+            answer.completion.error = answer.request.error
             self._drop(core_id, RequestStatus.FINISHED_ERROR)
+            name, index = answer.output.request_id, answer.completion.index
+            deltas.append(Delta(name, index, "", (), (), answer.completion.finish_reason, answer.output))
+        return deltas
 
-    def _finish_all(self, ids: list[str], progress: bool) -> list[RequestOutput]:
-        outputs = [self._outputs[request_id] for request_id in ids]
-        open_ids = {id(output) for output in outputs}
-        with tqdm(total=len(outputs), desc="generating", unit="prompt", disable=not progress) as bar:
-            while open_ids:
-                for delta in self.step():
-                    if delta.output.finished and id(delta.output) in open_ids:
-                        open_ids.remove(id(delta.output))
-                        bar.update()
-        return outputs
+    def _answer_all(
+        self, prompts: list[Any], params: Sequence[RequestParams | None], progress: bool, **options: Any
+    ) -> list[RequestOutput]:
+        """Queue all prompts, and step until they have ended; a `ValueError`, with nothing begun, if one cannot."""
+        ids: list[str] = []
+        try:
+            for nth, (prompt, one) in enumerate(zip(prompts, params)):
+                try:
+                    ids.append(self.add_request(prompt, one, **options))
+                except ValueError as error:
+                    raise ValueError(f"prompt {nth}: {error}") from error
+            outputs = [self._outputs[request_id] for request_id in ids]
+            running = set(ids)
+            with tqdm(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar:
+                while running:
+                    for delta in self._deltas_of(running):
+                        if delta.output.finished and delta.request_id in running:
+                            running.remove(delta.request_id)
+                            bar.update()
+            return outputs
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
 
 
 def _core_id(output: RequestOutput, completion: Completion) -> str:
     return f"{output.request_id}/{completion.index}"
 
 
-def _nth_params(params: SamplingParams, index: int) -> SamplingParams:
-    """Of several answers to one prompt with a seed, each has its own seed, the first the one given."""
+def _num_answers(params: RequestParams) -> int:
+    return params.n if isinstance(params, SamplingParams) else 1
+
+
+def _for_core(params: RequestParams, index: int) -> tuple[SamplingParams, str | None]:
+    """What the core is asked for: how to sample the answer of that index, or how to pool.
+
+    Of several answers to one prompt with a seed, each has its own seed, the first the one given.
+    """
+    if isinstance(params, PoolingParams):
+        skip = {name: getattr(params, name) for name in ("skip_reading_prefix_cache", "skip_writing_prefix_cache")}
+        return SamplingParams(**skip), params.pooling
     if params.seed is None or index == 0:
-        return params
-    return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63)
+        return params, None
+    return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63), None
 
 
 def _is_one_prompt(prompts: Any) -> bool:

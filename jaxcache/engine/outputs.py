@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxcache.engine.core import TopLogprobs
 
 
@@ -33,6 +35,8 @@ class RequestOutput:
     """Prompt tokens whose KV was taken from the cache."""
     prompt_logprobs: list[TopLogprobs | None] | None = None
     """Per prompt token (the first has none), if asked for."""
+    embedding: np.ndarray | None = None
+    """float32 [width], once computed, if the request had `PoolingParams`."""
     arrival_time: float = 0.0
     """Seconds, as `time.perf_counter` counts them; so are the others."""
     first_token_time: float | None = None

@@ -1,0 +1,84 @@
+"""From tokens to answers: one running completion, its text so far, and what ends it."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxcache.core.request import Request
+from jaxcache.engine.core import CoreOutput
+from jaxcache.engine.detokenizer import Detokenizer, StopChecker
+from jaxcache.engine.outputs import Completion, RequestOutput
+from jaxcache.engine.pooling_params import PoolingParams
+from jaxcache.engine.sampling_params import SamplingParams
+from jaxcache.models.tokenizer import TextTokenizer
+
+RequestParams = SamplingParams | PoolingParams
+"""What a request asks for: an answer, or an embedding."""
+
+
+@dataclass
+class Answer:
+    """One running completion, or embedding: its request, and its place in the output."""
+
+    request: Request
+    output: RequestOutput
+    completion: Completion
+    params: RequestParams
+    detokenizer: Detokenizer | None = None
+    stop: StopChecker = field(default_factory=lambda: StopChecker(()))
+
+    @classmethod
+    def begin(
+        cls,
+        request: Request,
+        output: RequestOutput,
+        completion: Completion,
+        params: RequestParams,
+        tokenizer: TextTokenizer | None,
+    ) -> "Answer":
+        """An answer without tokens yet."""
+        answer = cls(request, output, completion, params)
+        if isinstance(params, PoolingParams):
+            return answer
+        if params.logprobs is not None:
+            completion.logprobs = []
+        if tokenizer is not None:
+            answer.detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        answer.stop = StopChecker(params.stop or (), include_stop_str=params.include_stop_str_in_output)
+        return answer
+
+    def take(self, core: CoreOutput, now: float) -> str:
+        """Enter one step's result. Returns the text that it made certain."""
+        output, completion = self.output, self.completion
+        if core.token_id is not None:
+            output.first_token_time = output.first_token_time or now
+            completion.token_ids.append(core.token_id)
+            if completion.logprobs is not None and core.logprobs is not None:
+                completion.logprobs.append(core.logprobs)
+        if core.prompt_logprobs is not None:
+            output.prompt_logprobs = core.prompt_logprobs
+        if core.embedding is not None:
+            output.embedding = self._scaled(core.embedding)
+        if completion.index == 0 and core.request.num_cached_tokens is not None:
+            output.num_cached_tokens = core.request.num_cached_tokens
+        return self._text(core)
+
+    def _text(self, core: CoreOutput) -> str:
+        """A token that ends the answer is not text."""
+        if self.detokenizer is None or isinstance(self.params, PoolingParams):
+            return ""
+        text = ""
+        if core.token_id is not None and core.stop_token_id is None:
+            piece = self.detokenizer.append(core.token_id)
+            looking = len(self.completion.token_ids) > self.params.min_tokens
+            text = self.stop.append(piece) if looking else piece
+        if core.finished and self.stop.matched is None:
+            text += self.stop.append(self.detokenizer.flush())
+            text += self.stop.flush()
+        self.completion.text += text
+        return text
+
+    def _scaled(self, embedding: np.ndarray) -> np.ndarray:
+        if not isinstance(self.params, PoolingParams) or not self.params.normalize:
+            return embedding
+        return embedding / max(np.linalg.norm(embedding), np.finfo(np.float32).tiny)

@@ -1,0 +1,27 @@
+"""What a request may ask instead of an answer: one vector that stands for its prompt."""
+
+from dataclasses import dataclass
+
+POOLINGS = ("last", "mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingParams:
+    """How a prompt becomes an embedding. A value that is not allowed is a `ValueError`."""
+
+    pooling: str = "last"
+    """The hidden state of the last token ("last"), which may start from cached blocks, or the mean over all tokens
+    ("mean"), which computes every prompt in full."""
+    normalize: bool = True
+    """To length 1."""
+    skip_reading_prefix_cache: bool = False
+    """Compute the whole prompt where that is not needed either."""
+    skip_writing_prefix_cache: bool = False
+    """Leave nothing of this request for others to find."""
+
+    def __post_init__(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"pooling must be 'last' or 'mean', got {self.pooling!r}")
+        for name in ("normalize", "skip_reading_prefix_cache", "skip_writing_prefix_cache"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")

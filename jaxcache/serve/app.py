@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 
 from jaxcache.engine import Delta, RequestOutput
 from jaxcache.serve.config import ServerConfig
+from jaxcache.serve.embeddings import EmbeddingAsk, embeddings, parse_embeddings
 from jaxcache.serve.engine_thread import EngineStopped, EngineThread, StepFailed
 from jaxcache.serve.metrics import Metrics
 from jaxcache.serve.protocol import (
@@ -152,9 +153,6 @@ class _Server:
         text = b"".join(tokenizer.token_bytes(token) for token in tokens).decode(errors="replace")
         return JSONResponse({"prompt": text})
 
-    async def embeddings(self, _: Request) -> Response:
-        raise ApiError(400, f"{self._model!r} generates text; it has no embeddings", code="unsupported_model")
-
     async def reset_prefix_cache(self, request: Request) -> Response:
         running = request.query_params.get("reset_running", "false") == "true"
         done = await self._thread.call(lambda: self._engine.reset_prefix_cache(running))
@@ -170,14 +168,18 @@ class _Server:
     async def chat_completions(self, request: Request) -> Response:
         return await self._generate(request, parse_chat(await self._body(request), self._model))
 
+    async def embeddings(self, request: Request) -> Response:
+        ask = parse_embeddings(await self._body(request), self._model)
+        self._refuse_if_full(len(ask.prompts))
+        deltas = self._deltas(ask, ask.prompts)
+        outputs = await _unless_gone(request, _collect(deltas))
+        await deltas.aclose()
+        if outputs is None:
+            return Response(status_code=CLIENT_GONE)
+        return JSONResponse(embeddings(ask, [outputs[nth] for nth in sorted(outputs)], self._model))
+
     async def _generate(self, request: Request, ask: Ask) -> Response:
-        if self._num_open + len(ask.prompts) > self._config.max_queued_requests:
-            raise ApiError(
-                429,
-                f"{self._num_open} requests are open, {self._config.max_queued_requests} are allowed: try again",
-                code="too_many_requests",
-                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
-            )
+        self._refuse_if_full(len(ask.prompts))
         prompts = ask.prompts
         if ask.chat:
             prompts = [self._engine.chat_prompt(messages, **ask.chat_template_kwargs) for messages in prompts]
@@ -188,13 +190,22 @@ class _Server:
             return Response(status_code=CLIENT_GONE)
         if ask.stream:
             return StreamingResponse(self._events(request, ask, first, deltas), media_type="text/event-stream")
-        outputs = await _unless_gone(request, _collect(first, deltas))
+        outputs = await _unless_gone(request, _collect(deltas, first))
         await deltas.aclose()
         if outputs is None:
             return Response(status_code=CLIENT_GONE)
         return JSONResponse(self._complete(ask, outputs))
 
-    async def _deltas(self, ask: Ask, prompts: list[Any]) -> AsyncGenerator[tuple[int, Delta]]:
+    def _refuse_if_full(self, num_prompts: int) -> None:
+        if self._num_open + num_prompts > self._config.max_queued_requests:
+            raise ApiError(
+                429,
+                f"{self._num_open} requests are open, {self._config.max_queued_requests} are allowed: try again",
+                code="too_many_requests",
+                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+            )
+
+    async def _deltas(self, ask: Ask | EmbeddingAsk, prompts: list[Any]) -> AsyncGenerator[tuple[int, Delta]]:
         """The deltas of all prompts as they come, each with its prompt's place. Left early, all are aborted."""
         merged: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
 
@@ -329,9 +340,12 @@ class _Server:
         return self._engine.tokenizer
 
 
-async def _collect(first: tuple[int, Delta], rest: AsyncIterator[tuple[int, Delta]]) -> dict[int, RequestOutput]:
-    outputs = {first[0]: first[1].output}
-    async for nth, delta in rest:
+async def _collect(
+    deltas: AsyncIterator[tuple[int, Delta]], first: tuple[int, Delta] | None = None
+) -> dict[int, RequestOutput]:
+    """The outputs of all prompts, by their place, once they have ended."""
+    outputs = {} if first is None else {first[0]: first[1].output}
+    async for nth, delta in deltas:
         outputs[nth] = delta.output
     return outputs
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxcache.core.observer import CacheObserver
-from jaxcache.engine import Delta, Engine, RequestOutput, SamplingParams
+from jaxcache.engine import Delta, Engine, PoolingParams, RequestOutput, SamplingParams
 from jaxcache.serve.kv_publisher import KVEventPublisher
 from jaxcache.serve.metrics import Metrics
 
@@ -107,7 +107,12 @@ class EngineThread:
         return await asyncio.wrap_future(future)
 
     async def stream(
-        self, prompt: Any, params: SamplingParams, *, cache_salt: str | None = None, priority: int = 0
+        self,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[Delta]:
         """The deltas of one request; leaving early aborts it. A `ValueError` for one that cannot be served."""
         entry = _Open(asyncio.get_running_loop(), asyncio.Queue())
@@ -124,13 +129,15 @@ class EngineThread:
             adding.add_done_callback(self._abort_late)
             raise
         try:
-            num_ended, num_answers = 0, params.n
-            while num_ended < num_answers:
+            num_ended = 0
+            while True:
                 delta = await entry.deltas.get()
                 if isinstance(delta, Exception):
                     raise delta
                 num_ended += delta.finish_reason is not None
                 yield delta
+                if num_ended == len(delta.output.completions):
+                    return
         finally:
             self._commands.put(lambda: self._abort(request_id))
 

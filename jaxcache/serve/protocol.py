@@ -2,12 +2,14 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxcache.engine import RequestOutput, SamplingParams, TopLogprobs
 from jaxcache.models.tokenizer import TextTokenizer
+
+ParamsT = TypeVar("ParamsT")
 
 _SAMPLING = frozenset(
     [
@@ -32,9 +34,10 @@ _SAMPLING = frozenset(
 _COMMON = frozenset(["model", "stream", "stream_options", "cache_salt", "priority"])
 _COMPLETION = frozenset(["prompt", "logprobs"])
 _CHAT = frozenset(["messages", "logprobs", "top_logprobs", "max_completion_tokens", "chat_template_kwargs"])
-_IGNORED = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
+IGNORED = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
 """Says nothing about the answer: taken and left alone."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "dimensions": (),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -101,20 +104,25 @@ class Ask:
 
 def parse_completion(body: Mapping[str, Any], model: str) -> Ask:
     """`/v1/completions`. An `ApiError` (400, 404) for what cannot be done."""
-    _check_fields(body, _COMPLETION)
+    check_fields(body, _SAMPLING | _COMMON | _COMPLETION)
     if "prompt" not in body:
         raise ApiError(400, "prompt is missing: give a text, token ids, or a list of either", param="prompt")
     logprobs = body.get("logprobs")
     if isinstance(logprobs, bool):
         raise ApiError(400, "logprobs must be an integer or null", param="logprobs")
     return _ask(
-        body, model, _prompts(body["prompt"]), chat=False, logprobs=logprobs, max_tokens=body.get("max_tokens", 16)
+        body,
+        model,
+        prompts(body["prompt"], "prompt"),
+        chat=False,
+        logprobs=logprobs,
+        max_tokens=body.get("max_tokens", 16),
     )
 
 
 def parse_chat(body: Mapping[str, Any], model: str) -> Ask:
     """`/v1/chat/completions`. An `ApiError` (400, 404) for what cannot be done."""
-    _check_fields(body, _CHAT)
+    check_fields(body, _SAMPLING | _COMMON | _CHAT)
     wanted = body.get("logprobs") or False
     if not isinstance(wanted, bool):
         raise ApiError(400, f"logprobs must be true or false, got {wanted!r}", param="logprobs")
@@ -126,18 +134,12 @@ def parse_chat(body: Mapping[str, Any], model: str) -> Ask:
 
 
 def _ask(
-    body: Mapping[str, Any], model: str, prompts: list[Any], *, chat: bool, logprobs: Any, max_tokens: Any
+    body: Mapping[str, Any], model: str, asked: list[Any], *, chat: bool, logprobs: Any, max_tokens: Any
 ) -> Ask:
-    if (asked := body.get("model", model)) != model:
-        raise ApiError(
-            404, f"there is no model {asked!r} here, only {model!r}", code="model_not_found", param="model"
-        )
+    check_model(body, model)
     given = {name: body[name] for name in _SAMPLING & body.keys() if body[name] is not None}
     given |= {"max_tokens": max_tokens, "logprobs": logprobs}
-    try:
-        params = SamplingParams(**given)
-    except ValueError as error:
-        raise ApiError(400, str(error), param=str(error).split()[0]) from error
+    params = made(SamplingParams, given)
     stream, options = body.get("stream") or False, body.get("stream_options") or {}
     if not isinstance(stream, bool):
         raise ApiError(400, f"stream must be true or false, got {stream!r}", param="stream")
@@ -145,11 +147,6 @@ def _ask(
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     if not isinstance(options, Mapping) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise ApiError(400, f"stream_options may have include_usage, got {options!r}", param="stream_options")
-    if not isinstance(salt := body.get("cache_salt"), str | None):
-        raise ApiError(400, f"cache_salt must be a string, got {salt!r}", param="cache_salt")
-    priority = body.get("priority") or 0
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        raise ApiError(400, f"priority must be an integer, got {priority!r}", param="priority")
     kwargs = body.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
         raise ApiError(
@@ -157,22 +154,22 @@ def _ask(
         )
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     return Ask(
-        prompts,
+        asked,
         params,
         chat,
         stream,
         bool(options.get("include_usage")),
-        salt,
-        priority,
+        cache_salt(body),
+        priority(body),
         kwargs,
         name,
         int(time.time()),
     )
 
 
-def _check_fields(body: Mapping[str, Any], own: frozenset[str]) -> None:
-    """Nothing that changes the answer is dropped in silence."""
-    for name in body.keys() - _SAMPLING - _COMMON - own - _IGNORED:
+def check_fields(body: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Nothing that changes the answer is dropped in silence: a 400 for fields that are not `known`."""
+    for name in body.keys() - known - IGNORED:
         value = body[name]
         if name not in _NEUTRAL:
             raise ApiError(
@@ -184,7 +181,28 @@ def _check_fields(body: Mapping[str, Any], own: frozenset[str]) -> None:
             )
 
 
-def _prompts(prompt: Any) -> list[Any]:
+def check_model(body: Mapping[str, Any], model: str) -> None:
+    """A 404 for another model's name."""
+    if (asked := body.get("model", model)) != model:
+        raise ApiError(
+            404, f"there is no model {asked!r} here, only {model!r}", code="model_not_found", param="model"
+        )
+
+
+def cache_salt(body: Mapping[str, Any]) -> str | None:
+    if not isinstance(salt := body.get("cache_salt"), str | None):
+        raise ApiError(400, f"cache_salt must be a string, got {salt!r}", param="cache_salt")
+    return salt
+
+
+def priority(body: Mapping[str, Any]) -> int:
+    value = body.get("priority") or 0
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ApiError(400, f"priority must be an integer, got {value!r}", param="priority")
+    return value
+
+
+def prompts(prompt: Any, field: str) -> list[Any]:
     """A text, texts, token ids, or lists of token ids as a list of prompts."""
     if isinstance(prompt, str):
         return [prompt]
@@ -193,7 +211,15 @@ def _prompts(prompt: Any) -> list[Any]:
             return prompt
         if not any(isinstance(item, str | list) for item in prompt):
             return [prompt]
-    raise ApiError(400, "prompt must be a text, token ids, or a list of either, not empty", param="prompt")
+    raise ApiError(400, f"{field} must be a text, token ids, or a list of either, not empty", param=field)
+
+
+def made(params: Callable[..., ParamsT], given: Mapping[str, Any]) -> ParamsT:
+    """`params(**given)`; its `ValueError`, which begins with the field, as a 400."""
+    try:
+        return params(**given)
+    except ValueError as error:
+        raise ApiError(400, str(error), param=str(error).split()[0]) from error
 
 
 # Answers

@@ -345,7 +345,10 @@ def test_reset_is_refused_while_requests_run():
         (lambda e: e.generate([[1]], [SamplingParams()] * 2), "1 prompts need 1 or 1 SamplingParams, got 2"),
         (lambda e: e.generate("text"), "prompt 0: this engine has no tokenizer: give token ids instead of text"),
         (lambda e: e.add_request(5), "a prompt must be a string or a sequence of token ids, got int"),
-        (lambda e: e.add_request([1], {"temperature": 0}), "params must be SamplingParams or PoolingParams, got dict"),
+        (
+            lambda e: e.add_request([1], {"temperature": 0}),
+            "params must be SamplingParams or PoolingParams, got dict",
+        ),
         (lambda e: e.add_request([1], SamplingParams(stop="x")), "stop strings need a tokenizer"),
         (lambda e: e.add_request([1], cache_salt=3), "cache_salt must be a string, got 3"),
         (lambda e: SamplingParams(temperature=-0.1), "temperature must be"),

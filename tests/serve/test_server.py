@@ -206,8 +206,6 @@ def test_the_client_raises_its_own_errors(client):
     with pytest.raises(openai.BadRequestError, match="max_model_len") as info:
         client.completions.create(prompt="x" * 3000, **greedy())
     assert info.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="generates text; it has no embeddings"):
-        client.embeddings.create(model="model", input="x")
 
 
 def test_models_health_and_unknown_paths(client, http):

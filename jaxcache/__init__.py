@@ -2,7 +2,9 @@
 
 from jaxcache.core import pool
 from jaxcache.core.config import CacheConfig, SchedulerConfig
+from jaxcache.core.hashing import content_identifier
 from jaxcache.engine.engine import Engine
+from jaxcache.engine.inputs import Feature, PromptInputs
 from jaxcache.engine.outputs import Completion, Delta, RequestOutput
 from jaxcache.engine.pooling_params import PoolingParams
 from jaxcache.engine.prefix_cache import CachedSequence, CacheFull, PrefixCache, init_kv
@@ -12,6 +14,7 @@ from jaxcache.kernels.kv_write import write_kv
 from jaxcache.kernels.layout import KVCache
 from jaxcache.kernels.paged_attention import paged_attention
 from jaxcache.kernels.step import StepInputs
+from jaxcache.models.lora import LoRAAdapter, LoRAConfig
 
 __version__ = "0.1.0"
 
@@ -23,13 +26,18 @@ __all__ = [
     "Completion",
     "Delta",
     "Engine",
+    "Feature",
     "KVCache",
+    "LoRAAdapter",
+    "LoRAConfig",
     "PoolingParams",
     "PrefixCache",
+    "PromptInputs",
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
     "StepInputs",
+    "content_identifier",
     "init_kv",
     "paged_attention",
     "pool",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import cbor2
+import numpy as np
 import xxhash
 
 BlockHash = bytes
@@ -86,6 +87,26 @@ class MultiModalFeature(NamedTuple):
     """Derived from the content: equal identifiers mean equal content."""
     offset: int
     length: int
+
+
+def content_identifier(content: np.ndarray, kind: str = "") -> str:
+    """An identifier for `content`: SHA-256 over `kind`, dtype, shape and bytes, in hexadecimal.
+
+    Equal bytes of another shape or dtype are another content. `kind` says what else tells contents apart: the mode
+    or palette of an image, how it was decoded, which encoder made it.
+    """
+    array = np.asarray(content)
+    if array.dtype.hasobject:
+        raise ValueError(f"content must be an array of numbers, got one of {array.dtype}")
+    if not isinstance(kind, str):
+        raise ValueError(f"kind must be a string, got {kind!r}")
+    header = cbor2.dumps([kind, _dtype_name(array.dtype), list(array.shape)], canonical=True)
+    return hashlib.sha256(header + np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def _dtype_name(dtype: np.dtype) -> str:
+    """With the byte order; types that numpy does not know itself (bfloat16, ...) have one name of their own."""
+    return dtype.name if dtype.kind == "V" and dtype.names is None else dtype.str
 
 
 class ExtraKeys(NamedTuple):

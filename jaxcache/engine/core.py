@@ -14,10 +14,13 @@ from jaxcache.core.events import KVEventsConfig
 from jaxcache.core.hashing import get_request_block_hasher
 from jaxcache.core.request import Request, RequestStatus
 from jaxcache.core.scheduler import ScheduledTokens, Scheduler, StepPlan
+from jaxcache.engine.adapters import AdapterTable, LoadedAdapter
 from jaxcache.engine.groups import kv_cache_groups
+from jaxcache.engine.inputs import PlacedRows, PromptInputs, rows_between
 from jaxcache.engine.runner import ModelRunner, SampledRow, StepResult, TokenLogprobs
 from jaxcache.engine.sampling_params import SamplingParams
 from jaxcache.engine.step_inputs import SequenceSlice
+from jaxcache.models.lora import LoRAAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,9 @@ class CoreRequest:
     params: SamplingParams
     seed: int
     ending_ids: frozenset[int]
+    adapter: LoadedAdapter | None = None
+    rows: tuple[PlacedRows, ...] = ()
+    """What stands in the place of prompt tokens' embeddings."""
     prompt_logprobs: list[TopLogprobs | None] = field(default_factory=list)
     """Per prompt position; the first has none."""
     hidden_sum: np.ndarray | None = None
@@ -85,6 +91,7 @@ class EngineCore:
         events: KVEventsConfig | None = None,
     ) -> None:
         self.runner = runner
+        self.adapters = AdapterTable(runner)
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size = runner.config.vocab_size
         caching = cache.enable_prefix_caching
@@ -120,9 +127,10 @@ class EngineCore:
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: Iterable[int],
+        prompt: Iterable[int] | PromptInputs,
         params: SamplingParams,
         *,
+        adapter: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
         arrival_time: float | None = None,
@@ -136,10 +144,17 @@ class EngineCore:
             raise ValueError(f"pooling must be 'last' or 'mean', got {pooling!r}")
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt must be a string, got {cache_salt!r}")
+        inputs = prompt if isinstance(prompt, PromptInputs) else PromptInputs(prompt)
+        self._check_rows(inputs.rows)
+        loaded = None if adapter is None else self.adapters[adapter]
         request = Request(
             request_id,
-            prompt_token_ids,
+            inputs.token_ids,
             max_tokens=self.kv.max_model_len if params.max_tokens is None else params.max_tokens,
+            adapter=None if loaded is None else loaded.name,
+            adapter_id=None if loaded is None else loaded.version,
+            features=[feature.place for feature in inputs.features],
+            prompt_embeds=inputs.embeds,
             cache_salt=cache_salt,
             prompt_logprobs=params.prompt_logprobs,
             pooling=pooling,
@@ -153,8 +168,23 @@ class EngineCore:
         self.scheduler.add_request(request)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         ending = frozenset(params.ending_ids(self.eos_token_ids))
-        self._requests[request_id] = CoreRequest(request, params, seed, ending)
+        self._requests[request_id] = CoreRequest(request, params, seed, ending, loaded, inputs.rows)
         return request
+
+    def _check_rows(self, placed: Sequence[PlacedRows]) -> None:
+        width = self.runner.embeds_width
+        for _, rows in placed:
+            if width is None:
+                raise ValueError("this model's config has no hidden_size, so it takes no embeddings")
+            if rows.shape[1] != width:
+                raise ValueError(
+                    f"embeddings must be as wide as the model's, which is {width}, got {rows.shape[1]}"
+                )
+
+    def load_adapter(self, name: str, adapter: LoRAAdapter, replace: bool = False) -> LoadedAdapter:
+        """New requests may name it from now on; see `AdapterTable.load`."""
+        in_use = {entry.adapter for entry in self._requests.values() if entry.adapter is not None}
+        return self.adapters.load(name, adapter, replace=replace, in_use=in_use)
 
     def finish(self, request_id: str, status: RequestStatus) -> None:
         """End a request from outside; unknown and finished ones are left alone."""
@@ -218,7 +248,10 @@ class EngineCore:
     def _slice(self, entry: ScheduledTokens) -> SequenceSlice:
         block_ids = self.kv.coordinator.block_ids(entry.request.request_id)
         token_ids = np.frombuffer(entry.request.all_token_ids[entry.start : entry.stop], np.int32)
-        return SequenceSlice(token_ids, entry.start, block_ids)
+        core = self._requests[entry.request.request_id]
+        slot = 0 if core.adapter is None else core.adapter.slot
+        rows = rows_between(core.rows, entry.start, entry.stop) if core.rows else ()
+        return SequenceSlice(token_ids, entry.start, block_ids, slot, rows)
 
     def _abandon(self, plan: StepPlan, error: BaseException) -> None:
         self.scheduler.abandon(plan, f"the step failed: {error!r}")

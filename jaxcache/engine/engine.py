@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,9 +15,11 @@ from tqdm import tqdm
 from jaxcache.core.config import CacheConfig, SchedulerConfig
 from jaxcache.core.events import KVEventsConfig
 from jaxcache.core.request import RequestStatus
+from jaxcache.engine.adapters import LoadedAdapter
 from jaxcache.engine.answers import Answer, RequestParams
 from jaxcache.engine.chat import apply_chat_template
 from jaxcache.engine.core import CoreOutput, EngineCore
+from jaxcache.engine.inputs import PromptInputs
 from jaxcache.engine.outputs import Completion, Delta, RequestOutput
 from jaxcache.engine.pooling_params import PoolingParams
 from jaxcache.engine.runner import ModelConfigLike, ModelRunner
@@ -24,9 +27,11 @@ from jaxcache.engine.sampling_params import SamplingParams
 from jaxcache.engine.sizing import choose_sizes
 from jaxcache.engine.step_inputs import Buckets
 from jaxcache.kernels.dispatch import Implementation
+from jaxcache.models.loading.peft import read_peft
+from jaxcache.models.lora import LoRAAdapter, LoRAConfig
 from jaxcache.models.tokenizer import TextTokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | PromptInputs
 
 
 class Engine:
@@ -46,10 +51,11 @@ class Engine:
         implementation: Implementation = None,
         name: str = "model",
         events: KVEventsConfig | None = None,
+        lora: LoRAConfig | None = None,
     ) -> None:
         """`model`: called as `model(step, kv, implementation=...)` and `model.logits(rows)`, see `models.Llama`.
 
-        Without a tokenizer the engine takes and gives token ids only.
+        Without a tokenizer the engine takes and gives token ids only. `lora`: room for adapters.
         """
         self.cache_config = cache or CacheConfig()
         self.scheduler_config = scheduler or SchedulerConfig()
@@ -70,6 +76,7 @@ class Engine:
                 self.scheduler_config.max_num_batched_tokens, self.scheduler_config.max_num_seqs
             ),
             implementation=implementation,
+            lora=lora,
         )
         self.core = EngineCore(
             self.runner,
@@ -100,6 +107,7 @@ class Engine:
         buckets: Buckets | None = None,
         implementation: Implementation = None,
         events: KVEventsConfig | None = None,
+        lora: LoRAConfig | None = None,
     ) -> "Engine":
         """An engine for a model on disk: a Hugging Face folder, a GGUF file, a checkpoint of ours, or the name of
         an installed Python package that ships a GGUF file (`models.load_model`).
@@ -119,6 +127,7 @@ class Engine:
             implementation=implementation,
             name=loaded.name,
             events=events,
+            lora=lora,
         )
 
     # One call
@@ -128,20 +137,21 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | None = None,
         cache_salt: str | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer `prompts` (texts, or token ids), in their order.
+        """Answer `prompts` (texts, token ids, or `PromptInputs`), in their order.
 
         `params`: one for all, or one for each. `progress`: a bar on stderr; by default for more than one prompt.
         A `ValueError`, with nothing begun, if any prompt cannot be computed.
         """
-        batch: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        batch = _batch(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts need 1 or {len(batch)} SamplingParams, got {len(each)}")
         progress = len(batch) > 1 if progress is None else progress
-        return self._answer_all(batch, each, progress, cache_salt=cache_salt)
+        return self._answer_all(batch, each, progress, adapter=adapter, cache_salt=cache_salt)
 
     def chat(
         self,
@@ -167,10 +177,15 @@ class Engine:
         return tokenizer.encode(text, add_special_tokens=False)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
     ) -> Iterator[Delta]:
         """Answer `prompt` piece by piece. Leaving the loop early aborts the request."""
-        request_id = self.add_request(prompt, params, cache_salt=cache_salt)
+        request_id = self.add_request(prompt, params, adapter=adapter, cache_salt=cache_salt)
         output, num_ended = self._outputs[request_id], 0
         try:
             while num_ended < len(output.completions) and self._concerns(request_id):
@@ -186,15 +201,16 @@ class Engine:
         *,
         pooling: str = "last",
         normalize: bool = True,
+        adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> np.ndarray:
-        """Embeddings of `prompts` (texts, or token ids), float32 [len(prompts), width].
+        """Embeddings of `prompts` (texts, token ids, or `PromptInputs`), float32 [len(prompts), width].
 
         `pooling`, `normalize`: as `PoolingParams` has them. A `RuntimeError` where a prompt could not be computed.
         """
-        batch: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        batch = _batch(prompts)
         params = PoolingParams(pooling=pooling, normalize=normalize)
-        outputs = self._answer_all(batch, [params] * len(batch), False, cache_salt=cache_salt)
+        outputs = self._answer_all(batch, [params] * len(batch), False, adapter=adapter, cache_salt=cache_salt)
         vectors = [output.embedding for output in outputs if output.embedding is not None]
         if len(vectors) < len(outputs):
             raise RuntimeError("; ".join(output.error for output in outputs if output.error))
@@ -208,14 +224,16 @@ class Engine:
         params: RequestParams | None = None,
         *,
         request_id: str | None = None,
+        adapter: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> str:
         """Queue a prompt; returns the request's id. A `ValueError` for one that can never be computed.
 
         With `PoolingParams` it ends in one delta, whose `output` has the embedding.
-        `cache_salt`: only requests with the same salt share cached blocks. `priority`: smaller is sooner, where
-        the scheduler's policy is "priority".
+        `adapter`: the name of a loaded one; the request keeps the version that it has now. `cache_salt`: only
+        requests with the same salt share cached blocks. `priority`: smaller is sooner, where the scheduler's
+        policy is "priority".
         """
         params = params or SamplingParams()
         if not isinstance(params, RequestParams):
@@ -224,7 +242,7 @@ class Engine:
             request_id = f"request-{next(self._ids)}"
         if self._concerns(request_id):
             raise ValueError(f"request id {request_id!r} is in use: give each request its own")
-        text, token_ids = self._encode(prompt)
+        text, tokens = self._encode(prompt)
         if isinstance(params, SamplingParams) and params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         arrival = time.perf_counter()
@@ -236,8 +254,9 @@ class Engine:
                 sampling, pooling = _for_core(params, completion.index)
                 request = self.core.add_request(
                     _core_id(output, completion),
-                    token_ids,
+                    tokens,
                     sampling,
+                    adapter=adapter,
                     cache_salt=cache_salt,
                     priority=priority,
                     pooling=pooling,
@@ -279,10 +298,38 @@ class Engine:
         """Whether `step` has something to do, or to tell."""
         return self.core.has_unfinished or bool(self._kept)
 
-    def warmup(self, progress: bool = True) -> None:
-        """Compile all that steps can need; afterwards nothing compiles any more."""
-        self.runner.warmup(progress)
+    def warmup(self, progress: bool = True, *, embeds: bool = False) -> None:
+        """Compile all that steps can need; afterwards nothing compiles any more.
+
+        `embeds`: also what steps with features or prompt embeddings need, which otherwise compile when they come.
+        """
+        self.runner.warmup(progress, embeds=embeds)
         self.core.kv.warmup()
+
+    def load_adapter(
+        self, name: str, adapter: str | Path | LoRAAdapter, *, replace: bool = False
+    ) -> LoadedAdapter:
+        """Make an adapter (a folder that PEFT saved, or arrays) available to requests under `name`.
+
+        With `replace` it takes the place of the one of that name: what was cached under that is not found any
+        more, and requests that began with it end with it. A `ValueError`, with nothing changed, if it does not fit
+        the model, or no slot is free (`LoRAConfig`).
+        """
+        if not isinstance(adapter, LoRAAdapter):
+            adapter = read_peft(adapter)
+        return self.core.load_adapter(name, adapter, replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """No new request may name it; those that began with it end with it, and then its slot is free.
+
+        A `ValueError` if there is none of that name.
+        """
+        self.core.adapters.unload(name)
+
+    @property
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """Those that requests may name."""
+        return self.core.adapters.loaded
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forget all cached content. While requests run: `False`, saying who, or have them computed again."""
@@ -315,9 +362,11 @@ class Engine:
 
     # Inside
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, Iterable[int]]:
+    def _encode(self, prompt: Prompt) -> tuple[str | None, Iterable[int] | PromptInputs]:
         if isinstance(prompt, str):
             return prompt, self._text_tokenizer().encode(prompt)
+        if isinstance(prompt, PromptInputs):
+            return None, prompt
         if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):
             raise ValueError(f"a prompt must be a string or a sequence of token ids, got {type(prompt).__name__}")
         return None, prompt
@@ -437,8 +486,10 @@ def _for_core(params: RequestParams, index: int) -> tuple[SamplingParams, str | 
     return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63), None
 
 
-def _is_one_prompt(prompts: Any) -> bool:
-    """A text, or token ids in any container, rather than several of them."""
-    if isinstance(prompts, str) or hasattr(prompts, "dtype"):
-        return True
-    return isinstance(prompts, Sequence) and bool(prompts) and not hasattr(prompts[0], "__len__")
+def _batch(prompts: Any) -> list[Any]:
+    """Prompts as a list. A single one is a text, inputs, or token ids in any container."""
+    if isinstance(prompts, str | PromptInputs) or hasattr(prompts, "dtype"):
+        return [prompts]
+    if isinstance(prompts, Sequence) and prompts and not hasattr(prompts[0], "__len__"):
+        return list(prompts) if isinstance(prompts[0], PromptInputs) else [prompts]
+    return list(prompts)

@@ -13,9 +13,18 @@ from tqdm import tqdm
 from jaxcache.engine.groups import kv_cache_groups, make_cache
 from jaxcache.engine.sampling import SamplingInputs, sample, token_logprobs, top_logprobs
 from jaxcache.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from jaxcache.engine.step_inputs import Buckets, SequenceSlice, StepShape, build_step_inputs
+from jaxcache.engine.step_inputs import (
+    Buckets,
+    SequenceSlice,
+    StepShape,
+    build_row_inputs,
+    build_step_inputs,
+)
 from jaxcache.kernels.dispatch import Implementation
 from jaxcache.kernels.step import StepInputs
+from jaxcache.models.decoder import Decoder
+from jaxcache.models.lora import AdapterWeight, LoRAAdapter, LoRAConfig, add_slots, fill_slot
+from jaxcache.models.rows import RowInputs
 
 
 class ModelConfigLike(Protocol):
@@ -68,16 +77,17 @@ class TokenLogprobs(NamedTuple):
 
 
 @partial(jax.jit, static_argnames=("graphdef", "implementation"), donate_argnames="kv")
-def _step(graphdef, params, kv, step, sampling, implementation):
-    model = nnx.merge(graphdef, params)
-    hidden, kv = model(step if len(step) > 1 else step[0], kv, implementation=implementation)
+def _step(graphdef, params, kv, step, sampling, implementation, adapters, rows):
+    model = nnx.merge(graphdef, params, adapters)
+    options = {} if rows is None else {"rows": rows}
+    hidden, kv = model(step if len(step) > 1 else step[0], kv, implementation=implementation, **options)
     tokens, logprobs = sample(model.logits(hidden[step[0].logits_rows]), sampling)
     return kv, tokens, logprobs, hidden
 
 
 @partial(jax.jit, static_argnames="graphdef")
-def _logprobs(graphdef, params, hidden, rows, token_ids):
-    logits = nnx.merge(graphdef, params).logits(hidden[rows])
+def _logprobs(graphdef, params, adapters, hidden, rows, token_ids):
+    logits = nnx.merge(graphdef, params, adapters).logits(hidden[rows])
     return token_logprobs(logits, token_ids), *top_logprobs(logits, MAX_LOGPROBS)
 
 
@@ -107,9 +117,19 @@ class ModelRunner:
         max_model_len: int,
         buckets: Buckets,
         implementation: Implementation = None,
+        lora: LoRAConfig | None = None,
     ) -> None:
-        """`model` is called with one `StepInputs`, or with a tuple of them if it has several KV-cache groups."""
-        self.graphdef, self.params = nnx.split(model)
+        """`model` is called with one `StepInputs`, or with a tuple of them if it has several KV-cache groups.
+
+        `lora`: room for adapters, in a model of ours. Steps whose rows have adapters or embeddings are called with
+        `rows=RowInputs(...)`, others without.
+        """
+        self.lora = lora
+        if lora is not None:
+            if not isinstance(model, Decoder):
+                raise ValueError(f"adapters need a model of jaxcache.models, got {type(model).__name__}")
+            model = add_slots(model, lora)
+        self.graphdef, self.adapters, self.params = nnx.split(model, AdapterWeight, ...)
         self.config = config
         self.buckets = buckets
         self._block_size = block_size
@@ -137,6 +157,18 @@ class ModelRunner:
                 )
         self.params = params
 
+    def set_adapter(self, slot: int, adapter: LoRAAdapter | None) -> None:
+        """Put an adapter into a slot, from 1 on; a `ValueError`, with nothing changed, if it does not fit."""
+        adapters = jax.tree.map(lambda leaf: leaf, self.adapters)
+        model: Any = nnx.merge(self.graphdef, self.params, adapters)
+        fill_slot(model, slot, adapter)
+        _, self.adapters, _ = nnx.split(model, AdapterWeight, ...)
+
+    @property
+    def embeds_width(self) -> int | None:
+        """Of embeddings that may stand for tokens; `None` for a model that takes none."""
+        return getattr(self.config, "hidden_size", None)
+
     @property
     def kv_lost(self) -> bool:
         """Whether a step failed after it had taken the KV array."""
@@ -158,7 +190,9 @@ class ModelRunner:
             shape.num_seqs,
             [row.suppressed for row in rows] if any(row.suppressed for row in rows) else (),
         )
-        tokens, logprobs, hidden = self._call(step, sampling)
+        width = self.embeds_width if any(piece.rows for piece in slices) else None
+        extra = build_row_inputs(slices, shape.num_tokens, adapters=self.lora is not None, embeds_width=width)
+        tokens, logprobs, hidden = self._call(step, sampling, extra)
         n = len(slices)
         return StepResult(
             np.asarray(tokens)[:n], np.asarray(logprobs)[:n], hidden, np.asarray(step[0].query_start[:n])
@@ -172,7 +206,7 @@ class ModelRunner:
             padded = np.zeros((2, self.LOGPROB_ROWS), np.int32)
             padded[0, :n] = rows[at : at + n]
             padded[1, :n] = token_ids[at : at + n]
-            answer = _logprobs(self.graphdef, self.params, result.hidden, padded[0], padded[1])
+            answer = _logprobs(self.graphdef, self.params, self.adapters, result.hidden, padded[0], padded[1])
             parts.append([np.asarray(array)[:n] for array in answer])
         return TokenLogprobs(*(np.concatenate(arrays) for arrays in zip(*parts)))
 
@@ -181,14 +215,17 @@ class ModelRunner:
         total, last = _pool_rows(result.hidden, np.int32(start), np.int32(count))
         return np.asarray(total), np.asarray(last)
 
-    def warmup(self, progress: bool = True) -> None:
-        """Compile every shape that steps can have. Touches no block."""
-        for shape in tqdm(self.buckets.all_shapes(), "compiling step shapes", disable=not progress):
+    def warmup(self, progress: bool = True, *, embeds: bool = False) -> None:
+        """Compile every shape that steps can have, with `embeds` also for embeddings. Touches no block."""
+        widths = (None, self.embeds_width) if embeds and self.embeds_width is not None else (None,)
+        kinds = [(shape, width) for shape in self.buckets.all_shapes() for width in widths]
+        for shape, width in tqdm(kinds, "compiling step shapes", disable=not progress):
             step = self._inputs([], shape)
-            *_, hidden = self._call(step, SamplingInputs.build([], [], [], shape.num_seqs))
+            extra = build_row_inputs([], shape.num_tokens, adapters=self.lora is not None, embeds_width=width)
+            *_, hidden = self._call(step, SamplingInputs.build([], [], [], shape.num_seqs), extra)
             _pool_rows(hidden, np.int32(0), np.int32(1))
             rows = np.zeros(self.LOGPROB_ROWS, np.int32)
-            _logprobs(self.graphdef, self.params, hidden, rows, rows)
+            _logprobs(self.graphdef, self.params, self.adapters, hidden, rows, rows)
 
     def _inputs(self, slices: Sequence[SequenceSlice], shape: StepShape) -> tuple[StepInputs, ...]:
         return build_step_inputs(
@@ -201,9 +238,9 @@ class ModelRunner:
         )
 
     def _call(
-        self, step: tuple[StepInputs, ...], sampling: SamplingInputs
+        self, step: tuple[StepInputs, ...], sampling: SamplingInputs, rows: RowInputs | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         self.kv, tokens, logprobs, hidden = _step(
-            self.graphdef, self.params, self.kv, step, sampling, self._implementation
+            self.graphdef, self.params, self.kv, step, sampling, self._implementation, self.adapters, rows
         )
         return tokens, logprobs, hidden

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcache.kernels.step import PAD_SLOT, StepInputs, make_tiles
+from jaxcache.models.rows import RowInputs
 
 
 class SequenceSlice(NamedTuple):
@@ -17,6 +18,10 @@ class SequenceSlice(NamedTuple):
     start: int
     block_ids: Sequence[np.ndarray]
     """int32, the sequence's block table in each group."""
+    adapter: int = 0
+    """The slot of its adapter, 0 for none."""
+    rows: Sequence[tuple[int, np.ndarray]] = ()
+    """What stands in the place of tokens' embeddings: (from which of the tokens on, float32 [n, width])."""
 
 
 class StepShape(NamedTuple):
@@ -107,7 +112,7 @@ def build_step_inputs(
     seq_lens = np.zeros(shape.num_seqs, np.int32)
     query_start = np.full(shape.num_seqs + 1, rows, np.int32)
     row = 0
-    for nth, (ids, start, tables) in enumerate(slices):
+    for nth, (ids, start, tables, *_) in enumerate(slices):
         stop, end = start + len(ids), row + len(ids)
         token_ids[row:end] = ids
         at = np.arange(start, stop, dtype=np.int32)
@@ -126,3 +131,29 @@ def build_step_inputs(
         return StepInputs(token_ids, positions, *own)  # pyright: ignore[reportArgumentType]
 
     return tuple(of_group(group) for group in range(num_groups))
+
+
+def build_row_inputs(
+    slices: Sequence[SequenceSlice], num_tokens: int, *, adapters: bool, embeds_width: int | None
+) -> RowInputs | None:
+    """What the rows of a step bring along, padded to `num_tokens`; `None` for a plain step.
+
+    `adapters`: whether the model has slots. `embeds_width`: of the embeddings, where there are any.
+    """
+    if not adapters and embeds_width is None:
+        return None
+    slots = np.zeros(num_tokens, np.int32) if adapters else None
+    embeds = given = None
+    if embeds_width is not None:
+        embeds, given = np.zeros((num_tokens, embeds_width), np.float32), np.zeros(num_tokens, np.bool_)
+    row = 0
+    for piece in slices:
+        if slots is not None:
+            slots[row : row + len(piece.token_ids)] = piece.adapter
+        for at, rows in piece.rows:
+            if embeds is not None and given is not None:
+                embeds[row + at : row + at + len(rows)] = rows
+                given[row + at : row + at + len(rows)] = True
+        row += len(piece.token_ids)
+    arrays: Any = (slots, embeds, given)
+    return RowInputs(*arrays)

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxcache.kernels.dispatch import Implementation
 from jaxcache.kernels.layout import KVCache
@@ -20,6 +20,7 @@ from jaxcache.models.grouping import LayerKind, LayerPlace, layer_places, period
 from jaxcache.models.layers import Embedding, LayerContext, OffsetRMSNorm, RMSNorm
 from jaxcache.models.recurrent import HybridCache
 from jaxcache.models.rope import rope_tables
+from jaxcache.models.rows import NO_ROW_INPUTS, RowInputs
 
 Cache = KVCache | HybridCache
 
@@ -60,7 +61,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jax.typing.DTypeLike = jnp.float32) -> None:
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        length, repeats, left = _layout(config.layer_kinds)
+        length, repeats, left = layer_layout(config.layer_kinds)
 
         def stacked(kind: LayerKind) -> Any:
             @nnx.split_rngs(splits=repeats)
@@ -93,34 +94,41 @@ class Decoder(nnx.Module):
         """
         model = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), dtype=dtype))
         graph, state = nnx.split(model)
-        length, _, _ = _layout(config.layer_kinds)
+        length, _, _ = layer_layout(config.layer_kinds)
         parts = [cls.layer_parts(config, kind) for kind in config.layer_kinds]
         params = decoder_params(config, tensors, dtype, parts, length, cls.final_norm)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state)
 
     def __call__(
-        self, step: StepInputs | tuple[StepInputs, ...], kv: Cache, implementation: Implementation = None
+        self,
+        step: StepInputs | tuple[StepInputs, ...],
+        kv: Cache,
+        implementation: Implementation = None,
+        rows: RowInputs = NO_ROW_INPUTS,
     ) -> tuple[Float[Array, "T D"], Cache]:
         """The step's rows after the final norm, and `kv` with what they add written.
 
         `step`: one for each of `config.layer_groups`, which differ in `block_tables` and `slot_mapping` alone; the
         step itself where there is one group. `kv`: of `config.kv_layers` layers; with recurrent layers a
-        `HybridCache`. `implementation` chooses the attention kernels (see `paged_attention`). Donate `kv` under
-        jit.
+        `HybridCache`. `implementation` chooses the attention kernels (see `paged_attention`). `rows`: adapters,
+        for a model with slots (`lora.add_slots`), and embeddings in the place of tokens', scaled already where the
+        model has an `embed_scale`. Donate `kv` under jit.
         """
         config = self.config
         places = layer_places(config.layer_groups)
         steps = (step,) if isinstance(step, StepInputs) else step
         if len(steps) != len(config.layer_groups):
             raise ValueError(f"the model has {len(config.layer_groups)} groups of layers, got {len(steps)} steps")
-        contexts = _Contexts(config, steps)
+        contexts = _Contexts(config, steps, rows.adapter)
         kinds = config.layer_kinds
         x = self.embed(steps[0].token_ids)
         if config.embed_scale != 1:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
+        if rows.embeds is not None and rows.given is not None:
+            x = jnp.where(rows.given[:, None], rows.embeds.astype(x.dtype), x)
 
-        length, repeats, left = _layout(kinds)
+        length, repeats, left = layer_layout(kinds)
         if repeats:
             x, kv = self._scan(x, kv, contexts, places[: length * repeats], implementation)
         for layer, n in zip(self.rest, left):
@@ -158,7 +166,7 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _layout(kinds: Sequence[LayerKind]) -> tuple[int, int, range]:
+def layer_layout(kinds: Sequence[LayerKind]) -> tuple[int, int, range]:
     """Length of the pattern, how often it repeats, and the layers left."""
     length = period(kinds)
     repeats = len(kinds) // length if length else 0
@@ -168,7 +176,10 @@ def _layout(kinds: Sequence[LayerKind]) -> tuple[int, int, range]:
 class _Contexts:
     """What each layer reads of a step. RoPE tables are made once."""
 
-    def __init__(self, config: ModelConfig, steps: tuple[StepInputs, ...]) -> None:
+    def __init__(
+        self, config: ModelConfig, steps: tuple[StepInputs, ...], adapter: Int[Array, " T"] | None
+    ) -> None:
+        self.adapter = adapter
         self.step = steps[0]
         self.single = len(steps) == 1
         self.tables = jnp.stack([step.block_tables for step in steps])
@@ -183,7 +194,7 @@ class _Contexts:
         step = self.step
         if not self.single:
             step = step._replace(block_tables=self.tables[place.group], slot_mapping=self.slots[place.group])
-        return LayerContext(step, place.layer, cos, sin)
+        return LayerContext(step, place.layer, cos, sin, self.adapter)
 
 
 CUTS = {

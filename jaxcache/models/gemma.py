@@ -32,7 +32,7 @@ class SandwichBlock(nnx.Module):
     ) -> tuple[Float[Array, "T D"], KVCache]:
         y, kv = self.attention(self.attention_norm(x), kv, context, implementation=implementation)
         x = x + self.after_attention_norm(y)
-        return x + self.after_mlp_norm(self.mlp(self.mlp_norm(x))), kv
+        return x + self.after_mlp_norm(self.mlp(self.mlp_norm(x), context.adapter)), kv
 
 
 class Gemma2(Decoder):

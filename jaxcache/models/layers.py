@@ -4,7 +4,7 @@ Tensor parallelism cuts one axis of a weight, named beside each one. Q, K and V 
 that the cut goes between KV heads and the fused product needs no exchange of lanes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ class LayerContext(NamedTuple):
     """The layer's place in the KV array, or in the array of states."""
     cos: Float[Array, "T R"]
     sin: Float[Array, "T R"]
+    adapter: Int[Array, " T"] | None = None
+    """The slot of each row's adapter, 0 for none; `None` where the model has no slots."""
 
 
 class Linear(nnx.Module):
@@ -51,12 +53,16 @@ class Linear(nnx.Module):
         self.in_axes = len(in_shape)
         self.w = _matrix((*in_shape, *out_shape), dtype, rngs)
         self.b = nnx.Param(jnp.zeros(out_shape, dtype)) if bias else None
+        self.slots: Any = None
+        """Of adapters (`lora.AdapterSlots`), where there are any."""
 
-    def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
+    def __call__(self, x: Float[Array, "T ..."], adapter: Int[Array, " T"] | None = None) -> Float[Array, "T ..."]:
         contract = tuple(range(1, 1 + self.in_axes)), tuple(range(self.in_axes))
         y = lax.dot_general(x, self.w[...], (contract, ((), ())), preferred_element_type=jnp.float32)
         if self.b is not None:
             y = y + self.b[...].astype(jnp.float32)[None]
+        if self.slots is not None and adapter is not None:
+            y = y + self.slots(x, adapter)
         return y.astype(x.dtype)
 
 
@@ -129,7 +135,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], kv: KVCache, context: LayerContext, *, implementation: Implementation
     ) -> tuple[Float[Array, "T D"], KVCache]:
-        fused = self.qkv(x)
+        fused = self.qkv(x, context.adapter)
         tokens, kv_heads, _, head_dim = fused.shape
         qk = fused[:, :, : self.group + 1]
         if self.qk_norm is not None:
@@ -148,7 +154,7 @@ class Attention(nnx.Module):
             y, kv = write_and_attend(q, k, v, *at, implementation=implementation, **scoring)
         else:
             y = bidirectional_attention(q, k, v, context.step, **scoring)
-        return self.out(y.reshape(tokens, kv_heads, self.group, head_dim)), kv
+        return self.out(y.reshape(tokens, kv_heads, self.group, head_dim), context.adapter), kv
 
 
 class GatedMLP(nnx.Module):
@@ -160,9 +166,9 @@ class GatedMLP(nnx.Module):
         self.gate_up = Linear((hidden,), (2, inner), bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear((inner,), (hidden,), bias=bias, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        both = self.gate_up(x)
-        return self.down(ACTIVATIONS[self.activation](both[:, 0]) * both[:, 1])
+    def __call__(self, x: Float[Array, "T D"], adapter: Int[Array, " T"] | None = None) -> Float[Array, "T D"]:
+        both = self.gate_up(x, adapter)
+        return self.down(ACTIVATIONS[self.activation](both[:, 0]) * both[:, 1], adapter)
 
 
 class Experts(nnx.Module):

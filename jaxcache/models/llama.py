@@ -37,8 +37,8 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "T D"], KVCache]:
         y, kv = self.attention(self.attention_norm(x), kv, context, implementation=implementation)
         x = x + y
-        feed_forward = self.mlp if hasattr(self, "mlp") else self.experts
-        return x + feed_forward(self.mlp_norm(x)), kv
+        normed = self.mlp_norm(x)
+        return x + (self.mlp(normed, context.adapter) if hasattr(self, "mlp") else self.experts(normed)), kv
 
 
 def block_parts(config: ModelConfig, mlp: tuple[str, Part] | None = None) -> LayerParts:

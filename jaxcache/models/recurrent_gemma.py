@@ -37,7 +37,7 @@ class GriffinBlock(nnx.Module):
             y, kv = self.attention(normed, cache.kv, context, implementation=implementation)
             cache = HybridCache(kv, cache.state)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return x + self.mlp(self.mlp_norm(x), context.adapter), cache
 
 
 class RecurrentGemma(Decoder):

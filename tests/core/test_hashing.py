@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from jaxcache.core.hashing import (
     ExtraKeys,
     MultiModalFeature,
     block_hash_with_group_id,
+    content_identifier,
     external_block_hash,
     generate_block_hash_extra_keys,
     get_hash_function,
@@ -190,3 +192,40 @@ def test_without_a_hasher_nothing_is_hashed():
     request = Request("r", range(64))
     request.append_output_token_ids(list(range(16)))
     assert request.block_hashes == []
+
+
+def test_contents_are_told_apart_by_shape_dtype_and_kind():
+    """CVE-2025-46722 and its kin: equal bytes of another shape, dtype, mode or palette are other contents."""
+    pixels = np.arange(4500, dtype=np.uint8)
+    floats = np.arange(24, dtype=np.float32).reshape(6, 4)
+    contents = [
+        (pixels.reshape(30, 150), ""),
+        (pixels.reshape(150, 30), ""),
+        (pixels, ""),
+        (pixels.reshape(30, 150), "P;palette-1"),
+        (pixels.reshape(30, 150), "P;palette-2"),
+        (floats, ""),
+        (floats.view(np.uint8), ""),
+        (floats.view(np.uint8).reshape(6, 4, 4), ""),
+        (floats.view(">f4"), ""),
+        (floats.view(np.int32), ""),
+        (floats.view(np.float16), ""),
+        (np.asarray(jnp.zeros((6, 8), jnp.bfloat16)), ""),
+        (np.zeros((6, 8), np.float16), ""),
+        (np.zeros((), np.uint8), ""),
+        (np.zeros((0, 3), np.uint8), ""),
+        (np.zeros((3, 0), np.uint8), ""),
+    ]
+    names = [content_identifier(content, kind) for content, kind in contents]
+    assert len(set(names)) == len(names)
+    assert {len(name) for name in names} == {64}
+    assert names[0] == content_identifier(pixels.reshape(30, 150).copy(order="F"))
+    with pytest.raises(ValueError, match="content must be an array of numbers, got one of object"):
+        content_identifier(np.array(["x", None]))
+    with pytest.raises(ValueError, match="kind must be a string, got None"):
+        content_identifier(pixels, None)
+
+
+def test_many_like_contents_have_names_of_their_own():
+    names = {content_identifier(np.full((2, 2), nth, np.int32)) for nth in range(20_000)}
+    assert len(names) == 20_000

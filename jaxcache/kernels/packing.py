@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from jaxcache.kernels.layout import KVLayout
+from jaxcache.kernels.layout import KVCache, KVLayout
 
 INT8_MAX = 127.0
 
@@ -57,3 +57,10 @@ def unpack_blocks(
     k = k.astype(jnp.float32) * per_token[..., 0, :, None]
     v = v.astype(jnp.float32) * per_token[..., 1, :, None]
     return k.astype(dtype), v.astype(dtype)
+
+
+def product_dtype(q: jax.Array, kv: KVCache) -> jnp.dtype:
+    """Of matrix products: that of q where KV has the same or is narrower than 16 bits; f32 where they disagree."""
+    if kv.data.dtype.itemsize == 1 or kv.data.dtype == q.dtype:
+        return q.dtype
+    return jnp.dtype(jnp.float32)

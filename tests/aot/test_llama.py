@@ -15,12 +15,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcache.kernels import KVCache, KVLayout
+from jaxcache.kernels.check.targets import TPU_TOPOLOGIES, devices
 from jaxcache.kernels.dispatch import Tpu
 from jaxcache.models.config import ModelConfig
 from jaxcache.models.llama import Llama, param_specs
 from jaxcache.models.rope import RopeConfig
-from tests.aot.targets import TOPOLOGIES, devices
-from tests.aot.test_tpu import DECODE, MIXED, kv_array, num_bytes, step_inputs
+from tests.aot.step_shapes import DECODE, MIXED, kv_array, num_bytes, step_inputs
 
 CONFIG = ModelConfig(
     vocab_size=128_256,
@@ -43,7 +43,7 @@ REORDERED_WEIGHTS = 0.25
 """Share of the weights that XLA may hold once more, in an order that it likes better (on tpu7x it does)."""
 
 
-@pytest.mark.parametrize("target", TOPOLOGIES)
+@pytest.mark.parametrize("target", TPU_TOPOLOGIES)
 @pytest.mark.parametrize("chips", [1, 4])
 @pytest.mark.parametrize("rows", [MIXED, DECODE], ids=["mixed", "decode"])
 def test_step(target, chips, rows):

@@ -5,9 +5,7 @@
 libtpu compiles without a TPU; nothing is run.
 """
 
-import functools
 import importlib.util
-import math
 
 import jax
 import jax.numpy as jnp
@@ -19,57 +17,22 @@ if importlib.util.find_spec("libtpu") is None:
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcache.kernels import KVLayout, StepInputs, Tiles, init_kv
+from jaxcache.kernels import KVLayout, StepInputs
+from jaxcache.kernels.check.targets import TPU_TOPOLOGIES, compile_for, devices
 from jaxcache.kernels.dispatch import Tpu
 from jaxcache.kernels.kv_write import write_kv
 from jaxcache.kernels.paged_attention import paged_attention, write_and_attend
 from jaxcache.kernels.paged_attention.shapes import SHAPES, AttentionShape
-from tests.aot.targets import TOPOLOGIES, compile_for, devices
-
-KV_BYTES = 2 * 2**30
-"""Enough that XLA does not move the array into fast memory, as it does with small ones."""
-
-LAYERS = 4
-TEMP_BYTES = 128 * 2**20
-"""Bound on everything beside the arguments: q, outputs and new rows, packed into as many tiles as there might
-be."""
-
-MIXED = (512, 64, 40)
-DECODE = (64, 64, 0)
-
-
-def step_inputs(rows: int, sequences: int, tiles: int, width: int = 256) -> StepInputs:
-    def ints(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    return StepInputs(
-        ints(rows),
-        ints(rows),
-        ints(rows),
-        ints(sequences, width),
-        ints(sequences),
-        ints(sequences + 1),
-        ints(sequences),
-        Tiles(*(ints(tiles) for _ in range(4))),
-    )
-
-
-def kv_array(layout: KVLayout, dtype: str, num_layers: int = LAYERS):
-    num_blocks = KV_BYTES // layout.block_bytes(num_layers, dtype)
-    return jax.eval_shape(functools.partial(init_kv, layout, num_layers, num_blocks, dtype))
-
-
-def num_bytes(tree) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def check_in_place(compiled: jax.stages.Compiled, kv, temp_bytes: int = TEMP_BYTES) -> None:
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= num_bytes(kv)
-    assert memory.temp_size_in_bytes <= temp_bytes
-    pool = ",".join(map(str, kv.data.shape))
-    copies = [line for line in compiled.as_text().splitlines() if f"[{pool}]" in line and " copy" in line]
-    assert not copies
+from tests.aot.step_shapes import (
+    DECODE,
+    LAYERS,
+    MIXED,
+    TEMP_BYTES,
+    check_in_place,
+    kv_array,
+    num_bytes,
+    step_inputs,
+)
 
 
 def compile_step(
@@ -91,7 +54,7 @@ def compile_step(
     return compile_for(target, run, kv, q, k, k, layer, step, sinks, donate=(0,)), kv
 
 
-@pytest.mark.parametrize("target", TOPOLOGIES)
+@pytest.mark.parametrize("target", TPU_TOPOLOGIES)
 @pytest.mark.parametrize("rows", [MIXED, DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_models(target, rows, shape):
@@ -112,20 +75,20 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize("target", TOPOLOGIES)
+@pytest.mark.parametrize("target", TPU_TOPOLOGIES)
 @pytest.mark.parametrize(("kv_dtype", "block_size", "head_dim"), FORMATS)
 def test_formats(target, kv_dtype, block_size, head_dim):
     shape = AttentionShape(16, 8, head_dim)
     check_in_place(*compile_step(target, shape, step_inputs(*MIXED), kv_dtype=kv_dtype, block_size=block_size))
 
 
-@pytest.mark.parametrize("target", TOPOLOGIES)
+@pytest.mark.parametrize("target", TPU_TOPOLOGIES)
 def test_all_options(target):
     shape = AttentionShape(32, 8, 128, sliding_window=1024, sinks=True)
     check_in_place(*compile_step(target, shape, step_inputs(*MIXED), kv_dtype="int8", soft_cap=50.0))
 
 
-@pytest.mark.parametrize("target", TOPOLOGIES)
+@pytest.mark.parametrize("target", TPU_TOPOLOGIES)
 def test_write_then_attend(target):
     """The two calls of a model that does not know `write_and_attend`."""
     layout = KVLayout(8, 128, 16)
@@ -140,7 +103,7 @@ def test_write_then_attend(target):
     check_in_place(compile_for(target, run, kv, q, k, k, step, donate=(0,)), kv)
 
 
-@pytest.mark.parametrize("target", TOPOLOGIES)
+@pytest.mark.parametrize("target", TPU_TOPOLOGIES)
 def test_scan_over_layers_on_four_devices(target):
     """Heads cut over a 2 x 2 mesh, the KV array carried through a scan over the layers."""
     chips = devices(target)[:4]

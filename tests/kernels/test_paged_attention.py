@@ -9,10 +9,26 @@ import numpy as np
 import pytest
 
 from jaxcache.kernels import KVCache
+from jaxcache.kernels.dispatch import Gpu, Implementation
 from jaxcache.kernels.paged_attention import paged_attention
+from jaxcache.kernels.tuning import GpuTuning
 from tests.kernels.scenes import LAYER, Scene
 
-IMPLEMENTATIONS = ("reference", "xla")
+SMALL = GpuTuning(
+    prefill_rows=32,
+    prefill_chunk=32,
+    prefill_warps=4,
+    prefill_stages=2,
+    decode_chunk=16,
+    decode_warps=4,
+    decode_stages=2,
+    decode_programs=64,
+    split_tokens=48,
+)
+"""Small tiles and chunks and several splits within a few hundred tokens."""
+
+IMPLEMENTATIONS = ("reference", "xla", pytest.param(Gpu(tuning=SMALL, interpret=True), id="gpu"))
+"""The TPU kernels, which need another harness, are in `test_tpu.py`."""
 
 TOLERANCE = {
     "float32": 2e-6,
@@ -41,7 +57,7 @@ LENGTHS = {
 }
 
 
-def attend(scene: Scene, implementation: str | None, **options) -> np.ndarray:
+def attend(scene: Scene, implementation: Implementation, **options) -> np.ndarray:
     call = functools.partial(paged_attention, layer=LAYER, implementation=implementation, **options)
     out = jax.jit(lambda q, kv, step: call(q, kv, step=step))(scene.queries(), scene.full_kv(), scene.step)
     assert out.dtype == scene.queries().dtype
@@ -50,7 +66,7 @@ def attend(scene: Scene, implementation: str | None, **options) -> np.ndarray:
     return out[: scene.num_rows]
 
 
-def check(scene: Scene, implementation: str | None, coarsest: str = "float32", **options) -> None:
+def check(scene: Scene, implementation: Implementation, coarsest: str = "float32", **options) -> None:
     out = attend(scene, implementation, **options)
     worst = np.abs(out - scene.dense(**options)).max()
     assert worst <= TOLERANCE[coarsest], f"largest error {worst}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxcache.kernels.tuning import known_kinds, tpu_tuning
+from jaxcache.kernels.tuning import gpu_tuning, known_kinds, tpu_tuning
 
 
 @pytest.mark.parametrize("kind", [None, *known_kinds()])
@@ -17,8 +17,20 @@ def test_entries_are_sound(kind):
     assert tuning.depth >= 0
 
 
+@pytest.mark.parametrize("kind", [None, *known_kinds()])
+def test_gpu_entries_are_sound(kind):
+    tuning = gpu_tuning(kind)
+    for size in (tuning.prefill_rows, tuning.prefill_chunk, tuning.decode_chunk):
+        assert size >= 16
+        assert size & (size - 1) == 0
+    for warps in (tuning.prefill_warps, tuning.decode_warps):
+        assert warps in (1, 2, 4, 8, 16)
+    assert min(tuning.prefill_stages, tuning.decode_stages, tuning.decode_programs, tuning.split_tokens) > 0
+
+
 def test_unknown_kind_takes_the_default():
     assert tpu_tuning("TPU v99") == tpu_tuning(None)
+    assert gpu_tuning("NVIDIA Z1") == gpu_tuning(None)
 
 
 def test_every_current_tpu_has_an_entry():

@@ -11,6 +11,7 @@ BACKENDS = {
     "reference": "jaxcache.kernels.kv_write.reference",
     "xla": "jaxcache.kernels.kv_write.xla",
     "tpu": "jaxcache.kernels.kv_write.tpu",
+    "gpu": "jaxcache.kernels.kv_write.gpu",
 }
 
 

@@ -17,6 +17,7 @@ BACKENDS = {
     "reference": "jaxcache.kernels.paged_attention.reference",
     "xla": "jaxcache.kernels.paged_attention.xla",
     "tpu": "jaxcache.kernels.paged_attention.tpu",
+    "gpu": "jaxcache.kernels.paged_attention.gpu",
 }
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxcache.kernels.layout import NULL_BLOCK, KVCache, KVLayout
-from jaxcache.kernels.packing import unpack_blocks
+from jaxcache.kernels.packing import product_dtype, unpack_blocks
 from jaxcache.kernels.step import StepInputs, Tiles
 
 GROUP_TOKENS = 128
@@ -81,7 +81,7 @@ def paged_attention(
     tokens, heads, head_dim = q.shape
     layout = KVLayout.of(kv, head_dim)
     by_kv_head = (layout.num_kv_heads, heads // layout.num_kv_heads)
-    source = Source(kv, layer, layout, _product_dtype(q, kv))
+    source = Source(kv, layer, layout, product_dtype(q, kv))
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(by_kv_head)
     scoring = Scoring(sm_scale, sliding_window, soft_cap, sinks)
@@ -92,13 +92,6 @@ def paged_attention(
     else:
         out = jnp.zeros(grouped.shape, jnp.float32)
     return _decode(out, grouped, source, step, scoring).reshape(q.shape).astype(q.dtype)
-
-
-def _product_dtype(q: Array, kv: KVCache) -> jnp.dtype:
-    """That of q where KV has the same or is narrower than 16 bits; f32 where the two disagree."""
-    if kv.data.dtype.itemsize == 1 or kv.data.dtype == q.dtype:
-        return q.dtype
-    return jnp.dtype(jnp.float32)
 
 
 def _prefill(

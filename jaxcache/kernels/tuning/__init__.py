@@ -1,4 +1,4 @@
-"""Tile sizes and the like per device kind: one JSON file each, with a default that fits every TPU.
+"""Tile sizes and the like per device kind: one JSON file each, with a default that fits every TPU and GPU.
 
 The device kind is what JAX calls it (`jax.Device.device_kind`), handed in by the caller: a program may be
 compiled on a machine that has another device, or none.
@@ -36,30 +36,58 @@ class TpuTuning:
     """Sequences per program of the decode instance."""
 
 
+@dataclass(frozen=True)
+class GpuTuning:
+    """How to cut the work of the GPU kernels. Rows and chunks are powers of two, at least 16, for heads of up to
+    128 in 16 bits; wider ones and f32 take a share of them."""
+
+    prefill_rows: int
+    """Rows of a prefill tile, query heads of one KV head times tokens."""
+    prefill_chunk: int
+    """KV tokens attended to at a time."""
+    prefill_warps: int
+    prefill_stages: int
+    """Chunks in flight."""
+    decode_chunk: int
+    decode_warps: int
+    decode_stages: int
+    decode_programs: int
+    """Programs that fill the device: sequences are split over their KV until there are so many."""
+    split_tokens: int
+    """KV tokens that make a split worth its share of the merge."""
+
+
 def known_kinds() -> list[str]:
     """The device kinds that have a file of their own."""
     return sorted(_entries())
 
 
-@cache
 def tpu_tuning(device_kind: str | None) -> TpuTuning:
     """The entry of `device_kind`; the default for `None` and for a kind without one."""
-    default = _read(f"{DEFAULT}.json")["tpu"]
-    chosen = _entries().get(device_kind or "", {})
-    unknown = set(chosen) - {field.name for field in fields(TpuTuning)}
+    return _tuning("tpu", TpuTuning, device_kind)
+
+
+def gpu_tuning(device_kind: str | None) -> GpuTuning:
+    """As `tpu_tuning`."""
+    return _tuning("gpu", GpuTuning, device_kind)
+
+
+@cache
+def _tuning(section: str, kind: Any, device_kind: str | None) -> Any:
+    default = _read(f"{DEFAULT}.json")[section]
+    chosen = _entries().get(device_kind or "", {}).get(section, {})
+    unknown = set(chosen) - {field.name for field in fields(kind)}
     if unknown:
         raise ValueError(f"the tuning of {device_kind!r} has unknown entries {sorted(unknown)}")
-    values: dict[str, Any] = default | chosen
-    for name in ("prefill_sizes", "decode_sizes"):
-        values[name] = tuple(values[name])
-    return TpuTuning(**values)
+    values = default | chosen
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 @cache
 def _entries() -> dict[str, dict]:
     names = (file.name for file in resources.files(__name__).iterdir())
     files = [_read(name) for name in names if name.endswith(".json") and name != f"{DEFAULT}.json"]
-    return {kind: file["tpu"] for file in files for kind in file["device_kinds"]}
+    return {kind: file for file in files for kind in file["device_kinds"]}
 
 
 def _read(name: str) -> dict:

@@ -16,7 +16,7 @@ import jax
 from jaxcache.replay import Trace, clairvoyant_hits, read_trace, replay, sweep
 
 BLOCK_SIZE = 512
-SIZES = (1000, 2000, 4000, 5859, 8000, 10_000, 20_000, 40_000, 100_000)
+SIZES = (500, 700, 1000, 2000, 4000, 5859, 8000, 10_000, 20_000, 40_000, 100_000)
 REFERENCE = {2000: 8_161_280, 5859: 20_806_144, 10_000: 31_742_976, 20_000: 43_359_232, 100_000: 53_722_112}
 """Hit tokens of the reference's own code on the conversation trace, by pool size."""
 

@@ -21,8 +21,8 @@ class _Transitions:
             state, ids, ok = policy.acquire(state, hits, counts[0], counts[1], capacity=capacity)
             return state, jnp.concatenate([ids, jnp.stack([ok.astype(jnp.int32), state.num_free])])
 
-        def release(state, ids):
-            state = policy.release(state, ids)
+        def release(state, ids, first):
+            state = policy.release(state, ids, first)
             return state, state.num_free
 
         self.policy = policy
@@ -95,10 +95,14 @@ class BlockPool:
         self._num_free = int(result[-1])
         return result[:n]
 
-    def release(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Let go of `ids` in this order: deepest block of a sequence first."""
+    def release(self, ids: Sequence[int] | np.ndarray, first: bool = False) -> None:
+        """Let go of `ids` in this order: deepest block of a sequence first.
+
+        `first`: they are the next to be used, also those with a name.
+        """
         if len(ids):
-            self._state, num_free = self._transitions.release(self._state, self._pad(ids, _capacity(len(ids))))
+            padded = self._pad(ids, _capacity(len(ids)))
+            self._state, num_free = self._transitions.release(self._state, padded, np.bool_(first))
             self._num_free = int(num_free)
 
     def name(self, ids: Sequence[int] | np.ndarray, fingerprints: np.ndarray | None = None) -> None:
@@ -122,7 +126,7 @@ class BlockPool:
         while True:
             nobody = self._pad([], capacity)
             self._state, _ = self._transitions.acquire(self._state, nobody, np.zeros(2, np.int32), capacity)
-            self._state, _ = self._transitions.release(self._state, nobody)
+            self._state, _ = self._transitions.release(self._state, nobody, np.bool_(False))
             self._state = self._transitions.name(self._state, *self._named(nobody, None))
             self._state = self._transitions.unname(self._state, nobody)
             if capacity >= max_ids:

@@ -247,10 +247,19 @@ class KVCacheManager:
         return kept
 
     def free(self, request: Request) -> None:
-        """Give back all that `request` holds, deepest blocks first; named ones stay findable until reused."""
+        """Give back all that `request` holds, deepest blocks first; named ones stay findable until reused.
+
+        Of a request whose retention is "low", what it did not find in the cache is what is reused next.
+        """
         request.quiet_until = 0
-        for ids in self.coordinator.pop(request.request_id):
-            self.pool.release(ids)
+        num_own = [0] * len(self.groups)
+        if request.cache_retention == "low":
+            tables = self.coordinator.block_ids(request.request_id)
+            found = [(request.num_cached_tokens or 0) // group.spec.block_size for group in self.groups]
+            num_own = [np.count_nonzero(table[n:]) for table, n in zip(tables, found)]
+        for ids, own in zip(self.coordinator.pop(request.request_id), num_own):
+            self.pool.release(ids[:own], first=True)
+            self.pool.release(ids[own:])
 
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """Take the names of `block_ids` away, without freeing them."""

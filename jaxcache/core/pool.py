@@ -153,17 +153,18 @@ def _take(pool, stamp, head, tail, n, capacity):
     return ids, head
 
 
-def release(pool: PoolState, ids: Int[Array, " K"]) -> PoolState:
+def release(pool: PoolState, ids: Int[Array, " K"], first: Bool[Array, ""] | bool = False) -> PoolState:
     """Let go of `ids`, in this order. Those that nobody holds any more return to the queue.
 
     Named blocks go to its tail in the order given; nameless ones to its head, the first given being the next used.
-    So a chain is released deepest block first. Ids that are not held are ignored.
+    So a chain is released deepest block first. Ids that are not held are ignored. `first`: all go to the head;
+    named ones can be found until they are used.
     """
     ids = jnp.asarray(ids, jnp.int32)
-    return give_back(lax.cond(_room(pool) < ids.shape[0], compact, lambda p: p, pool), ids)
+    return give_back(lax.cond(_room(pool) < ids.shape[0], compact, lambda p: p, pool), ids, first)
 
 
-def give_back(pool: PoolState, ids: Int[Array, " K"]) -> PoolState:
+def give_back(pool: PoolState, ids: Int[Array, " K"], first: Bool[Array, ""] | bool = False) -> PoolState:
     """`release` where the ring has room for the ids, as after `compact`: under `vmap` it costs O(ids) too."""
     num_blocks, mask = pool.num_blocks, pool.ring.shape[-1] - 1
     head, tail, num_free = pool.cursor[0], pool.cursor[1], pool.cursor[2]
@@ -173,7 +174,8 @@ def give_back(pool: PoolState, ids: Int[Array, " K"]) -> PoolState:
     held = real & (count > 0)
     freed = held & (count == 1)
     named = pool.named.at[ids].get(mode="fill", fill_value=False)
-    to_tail, to_head = freed & named, freed & ~named
+    to_tail = freed & named & ~jnp.asarray(first)
+    to_head = freed & ~to_tail
     nth_tail = jnp.cumsum(to_tail, dtype=jnp.int32)
     nth_head = jnp.cumsum(to_head, dtype=jnp.int32)
     num_tail = jnp.sum(to_tail, dtype=jnp.int32)

@@ -200,14 +200,14 @@ def _bury(pool: S3PoolState, ids, num_small) -> S3PoolState:
     )
 
 
-def release(pool: S3PoolState, ids: Int[Array, " K"]) -> S3PoolState:
-    """As `pool.release`: `ids` are one chain, deepest block first. What is hot goes to the main queue."""
+def release(pool: S3PoolState, ids: Int[Array, " K"], first: Bool[Array, ""] | bool = False) -> S3PoolState:
+    """As `pool.release`: `ids` are one chain, deepest block first. What is hot always goes to the main queue."""
     ids = jnp.asarray(ids, jnp.int32)
     full = jnp.any(pool.ends[:, 1] - pool.ends[:, 0] + ids.shape[0] > pool.ring.shape[-1])
-    return give_back(lax.cond(full, compact, lambda p: p, pool), ids)
+    return give_back(lax.cond(full, compact, lambda p: p, pool), ids, first)
 
 
-def give_back(pool: S3PoolState, ids: Int[Array, " K"]) -> S3PoolState:
+def give_back(pool: S3PoolState, ids: Int[Array, " K"], first: Bool[Array, ""] | bool = False) -> S3PoolState:
     """`release` where the rings have room for the ids, as after `compact`."""
     num_blocks, mask = pool.num_blocks, pool.ring.shape[-1] - 1
     real = (ids > NULL_BLOCK) & (ids < num_blocks)
@@ -217,13 +217,15 @@ def give_back(pool: S3PoolState, ids: Int[Array, " K"]) -> S3PoolState:
     named = pool.named.at[ids].get(mode="fill", fill_value=False)
     hot = jnp.cumsum(pool.hot.at[ids].get(mode="fill", fill_value=False) & held, dtype=jnp.int32) > 0
 
-    nameless, to_small, to_main = freed & ~named, freed & named & ~hot, freed & named & hot
+    to_main = freed & named & hot
+    to_small = freed & named & ~hot & ~jnp.asarray(first)
+    to_head = freed & ~to_main & ~to_small
     (heads, tails), clock = pool.ends.T, pool.counts[2]
-    head = heads[SMALL] - jnp.sum(nameless, dtype=jnp.int32)
+    head = heads[SMALL] - jnp.sum(to_head, dtype=jnp.int32)
     clock_after = clock + jnp.sum(freed & named, dtype=jnp.int32)
     slot = jnp.select(
-        [nameless, to_small, to_main],
-        [_nth(nameless) + head, _nth(to_small) + tails[SMALL], _nth(to_main) + tails[MAIN]],
+        [to_head, to_small, to_main],
+        [_nth(to_head) + head, _nth(to_small) + tails[SMALL], _nth(to_main) + tails[MAIN]],
     )
     slot = jnp.where(freed, slot & mask, mask + 1)
     queue = to_main.astype(jnp.int32)
@@ -235,7 +237,7 @@ def give_back(pool: S3PoolState, ids: Int[Array, " K"]) -> S3PoolState:
         ring=pool.ring.at[queue, slot].set(ids, mode="drop"),
         ring_stamp=pool.ring_stamp.at[queue, slot].set(stamps, mode="drop"),
         ring_time=pool.ring_time.at[queue, slot].set(
-            jnp.where(nameless, clock_after - _OLDEST, clock_after), mode="drop"
+            jnp.where(to_head, clock_after - _OLDEST, clock_after), mode="drop"
         ),
         ends=jnp.stack([heads.at[SMALL].set(head), tails + added], axis=1),
         counts=jnp.stack(

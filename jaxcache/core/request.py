@@ -13,6 +13,10 @@ from jaxcache.core.hashing import BlockHash, BlockHasher, ExtraKeys, MultiModalF
 
 MAX_TOKEN_ID = 2**31 - 1
 
+RETENTIONS = ("default", "low", "none")
+"""What a request leaves in the cache: as long as the eviction policy keeps it; only until there is need of room,
+before anything else goes; or nothing."""
+
 
 class RequestStatus(enum.Enum):
     WAITING = "waiting"
@@ -78,6 +82,13 @@ def _is_token_id(value: Any) -> bool:
     return integral and 0 <= int(value) <= MAX_TOKEN_ID
 
 
+def check_retention(value: Any) -> str:
+    """`value`; a `ValueError` unless it is one of `RETENTIONS`."""
+    if value not in RETENTIONS:
+        raise ValueError(f"cache_retention must be one of {', '.join(RETENTIONS)}, got {value!r}")
+    return value
+
+
 def check_features(features: Sequence[MultiModalFeature], num_tokens: int) -> tuple[MultiModalFeature, ...]:
     """`features` as a tuple; a `ValueError` unless they are named, in order, apart and inside the prompt."""
     end = 0
@@ -121,6 +132,7 @@ class Request:
         pooling: str | None = None,
         skip_reading_prefix_cache: bool | None = None,
         skip_writing_prefix_cache: bool = False,
+        cache_retention: str = "default",
         priority: int = 0,
         arrival_time: float | None = None,
         vocab_size: int | None = None,
@@ -146,7 +158,8 @@ class Request:
         self.prompt_logprobs = prompt_logprobs
         self.pooling = pooling
         self._skip_reading = skip_reading_prefix_cache
-        self.skip_writing_prefix_cache = skip_writing_prefix_cache
+        self.cache_retention = check_retention(cache_retention)
+        self.skip_writing_prefix_cache = skip_writing_prefix_cache or cache_retention == "none"
         """Whether its blocks are never named, so that nobody finds them."""
         self.priority = priority
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time

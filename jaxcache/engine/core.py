@@ -160,6 +160,7 @@ class EngineCore:
             pooling=pooling,
             skip_reading_prefix_cache=params.skip_reading_prefix_cache or None,
             skip_writing_prefix_cache=params.skip_writing_prefix_cache,
+            cache_retention=params.cache_retention,
             priority=priority,
             arrival_time=arrival_time,
             vocab_size=self.vocab_size,

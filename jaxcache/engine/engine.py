@@ -479,8 +479,12 @@ def _for_core(params: RequestParams, index: int) -> tuple[SamplingParams, str | 
     Of several answers to one prompt with a seed, each has its own seed, the first the one given.
     """
     if isinstance(params, PoolingParams):
-        skip = {name: getattr(params, name) for name in ("skip_reading_prefix_cache", "skip_writing_prefix_cache")}
-        return SamplingParams(**skip), params.pooling
+        sampling = SamplingParams(
+            skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+            skip_writing_prefix_cache=params.skip_writing_prefix_cache,
+            cache_retention=params.cache_retention,
+        )
+        return sampling, params.pooling
     if params.seed is None or index == 0:
         return params, None
     return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63), None

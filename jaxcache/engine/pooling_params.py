@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jaxcache.core.request import check_retention
+
 POOLINGS = ("last", "mean")
 
 
@@ -18,6 +20,8 @@ class PoolingParams:
     """Compute the whole prompt where that is not needed either."""
     skip_writing_prefix_cache: bool = False
     """Leave nothing of this request for others to find."""
+    cache_retention: str = "default"
+    """As `SamplingParams` has it."""
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
@@ -25,3 +29,4 @@ class PoolingParams:
         for name in ("normalize", "skip_reading_prefix_cache", "skip_writing_prefix_cache"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
+        check_retention(self.cache_retention)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxcache.core.request import check_retention
+
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: division by them would leave only the largest logit anyway."""
 
@@ -56,6 +58,9 @@ class SamplingParams:
     """Compute the whole prompt (its blocks are cached all the same). None: only where `prompt_logprobs` asks."""
     skip_writing_prefix_cache: bool = False
     """Leave nothing of this request for others to find."""
+    cache_retention: str = "default"
+    """How long others can find what it leaves: as the eviction policy has it ("default"), until there is need of
+    room, before anything else goes ("low"), or not at all ("none")."""
 
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, 1))
@@ -86,6 +91,7 @@ class SamplingParams:
             self._set("skip_reading_prefix_cache", self.prompt_logprobs is not None)
         _boolean("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
         _boolean("skip_writing_prefix_cache", self.skip_writing_prefix_cache)
+        check_retention(self.cache_retention)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

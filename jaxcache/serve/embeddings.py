@@ -19,7 +19,9 @@ from jaxcache.serve.protocol import (
     usage,
 )
 
-_POOLING = frozenset(["pooling", "normalize", "skip_reading_prefix_cache", "skip_writing_prefix_cache"])
+_POOLING = frozenset(
+    ["pooling", "normalize", "skip_reading_prefix_cache", "skip_writing_prefix_cache", "cache_retention"]
+)
 _KNOWN = _POOLING | {"model", "input", "encoding_format", "cache_salt", "priority"}
 
 

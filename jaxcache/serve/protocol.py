@@ -29,6 +29,7 @@ _SAMPLING = frozenset(
         "skip_special_tokens",
         "skip_reading_prefix_cache",
         "skip_writing_prefix_cache",
+        "cache_retention",
     ]
 )
 _COMMON = frozenset(["model", "stream", "stream_options", "cache_salt", "priority"])
@@ -52,6 +53,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "reasoning_effort": (),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
 }
 """What is not supported, with the values that ask for nothing."""
 

@@ -43,15 +43,15 @@ class Oracle:
         self.named -= set(ids)
         return ids
 
-    def release(self, ids):
-        nameless = []
+    def release(self, ids, first=False):
+        head = []
         for i in ids:
             if self.refs[i] == 0:
                 continue
             self.refs[i] -= 1
             if self.refs[i] == 0:
-                (self.queue if i in self.named else nameless).append(i)
-        self.queue.extendleft(reversed(nameless))
+                (self.queue if i in self.named and not first else head).append(i)
+        self.queue.extendleft(reversed(head))
 
 
 def padded(ids, num_blocks):
@@ -70,7 +70,7 @@ def operations(num_blocks):
     return st.lists(
         st.one_of(
             st.tuples(st.just("acquire"), ids, st.integers(0, WIDTH + 1), st.integers(0, 2)),
-            st.tuples(st.just("release"), ids),
+            st.tuples(st.just("release"), ids, st.booleans()),
             st.tuples(st.just("name"), ids),
             st.tuples(st.just("unname"), ids),
             st.tuples(st.just("compact")),
@@ -91,8 +91,9 @@ def test_random_operations_do_what_the_oracle_does(ops):
             assert bool(ok) == (expected is not None)
             assert got.tolist() == [*(expected or []), *[12] * (WIDTH - len(expected or []))]
         elif op == "release":
-            state = release(state, padded(arguments[0], 12))
-            oracle.release(arguments[0])
+            ids, first = arguments
+            state = release(state, padded(ids, 12), first)
+            oracle.release(ids, first)
         elif op == "compact":
             state = pool.compact(state)
         else:

@@ -69,7 +69,7 @@ class Oracle:
         change = SPEED * (back[1] * max(1 / ratio, 1) - back[0] * max(ratio, 1)) / self.size
         self.head_start = np.float32(min(max(self.head_start + change, 0), HORIZON))
 
-    def release(self, ids):
+    def release(self, ids, first=False):
         freed, hot, places = [], False, {}
         for block in ids:
             hot = hot or block in self.hot
@@ -80,11 +80,11 @@ class Oracle:
                 freed.append(block)
                 places[block] = hot
         self.clock += sum(block in self.content for block in freed)
-        nameless = [(self.clock - 2**30, block) for block in freed if block not in self.content]
+        head = [b for b in freed if b not in self.content or (first and not places[b])]
         for block in freed:
-            if block in self.content:
+            if block not in head:
                 self.queues[places[block]].append((self.clock, block))
-        self.queues[0][:0] = nameless
+        self.queues[0][:0] = [(self.clock - 2**30, block) for block in head]
 
     def order(self):
         head_start = int(self.head_start * np.float32(self.size))
@@ -100,9 +100,9 @@ def play(seed, num_blocks=24, steps=400):
     popularity = rng.zipf(1.3, 1000) % 25
     for step in range(steps):
         if running and rng.random() < 0.5:
-            ids = running.pop(rng.integers(len(running)))
-            oracle.release(ids)
-            tested.release(ids)
+            ids, first = running.pop(rng.integers(len(running))), bool(rng.random() < 0.2)
+            oracle.release(ids, first)
+            tested.release(ids, first)
         else:
             chain = int(popularity[rng.integers(1000)]) * 100_003 + np.arange(rng.integers(1, 9))
             resident = {content: block for block, content in oracle.content.items()}

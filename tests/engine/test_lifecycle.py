@@ -87,6 +87,48 @@ def test_a_request_may_leave_nothing_behind():
     engine.core.kv.check_invariants()
 
 
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_what_a_request_of_low_retention_leaves_goes_before_anything_else(policy):
+    """It can be found until there is need of room. What it found itself is kept as usual."""
+    engine = make_engine(cache=jc.CacheConfig(block_size=4, num_blocks=41, eviction_policy=policy))
+    one, low = (jc.SamplingParams(temperature=0.0, max_tokens=1, cache_retention=r) for r in ("default", "low"))
+    important, shared = list(range(30)), list(range(40, 60))
+
+    def cached(prompt, params=one):
+        (output,) = engine.generate(prompt, params)
+        engine.core.kv.check_invariants()
+        return output.num_cached_tokens
+
+    assert cached(important) == cached(shared) == 0
+    assert cached(shared + list(range(70, 80)), low) == 20
+    for nth in range(12):
+        assert cached([nth, *range(3 * nth, 3 * nth + 60)], low) == 0
+    assert cached(shared + list(range(70, 80)), low) == 20
+    assert cached(shared + list(range(70, 80)), low) == 28
+    assert cached(important) == 28
+
+
+def test_a_block_that_another_request_still_holds_is_kept_as_that_one_has_it():
+    engine = make_engine(cache=jc.CacheConfig(block_size=4, num_blocks=12))
+    prompt = list(range(13))
+    for retention, max_tokens in (("low", 2), ("default", 4)):
+        params = jc.SamplingParams(temperature=0.0, max_tokens=max_tokens, cache_retention=retention)
+        engine.add_request(prompt, params)
+    finish(engine)
+    assert engine.core.kv.pool.queue()[-3:].tolist() == [3, 2, 1]
+
+
+def test_a_retention_of_none_leaves_nothing():
+    engine = make_engine(**OPTIONS)
+    params = jc.SamplingParams(temperature=0.0, max_tokens=12, cache_retention="none")
+    assert [engine.generate(list(range(20)), params)[0].num_cached_tokens for _ in range(2)] == [0, 0]
+    assert len(engine.core.kv.index) == 0
+    with pytest.raises(ValueError, match="cache_retention must be one of default, low, none, got 'high'"):
+        jc.SamplingParams(cache_retention="high")
+    with pytest.raises(ValueError, match="cache_retention must be one of default, low, none, got 1"):
+        jc.PoolingParams(cache_retention=1)
+
+
 def test_skipping_applies_to_every_chunk():
     engine = make_engine(**OPTIONS)
     prompt = list(np.random.default_rng(0).integers(0, 97, 80))

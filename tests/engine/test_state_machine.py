@@ -78,7 +78,7 @@ class EngineMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "s"]),
         max_tokens=st.integers(1, 24),
         priority=st.integers(0, 2),
-        skip=st.sampled_from([None, None, None, "read", "write"]),
+        skip=st.sampled_from([None, None, None, "read", "write", "low"]),
     )
     def add(self, prefix, keep, own, salt, max_tokens, priority, skip):
         params = jc.SamplingParams(
@@ -86,6 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             skip_reading_prefix_cache=skip == "read",
             skip_writing_prefix_cache=skip == "write",
+            cache_retention="low" if skip == "low" else "default",
         )
         name = self.engine.add_request(prefix[:keep] + own, params, cache_salt=salt, priority=priority)
         self.outputs[name] = self.engine._outputs[name]

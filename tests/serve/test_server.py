@@ -159,6 +159,22 @@ def test_skip_flags_are_body_fields(client):
     assert cached(priority=3) > 0
 
 
+def test_retention_is_a_body_field(client, http):
+    prompt = fresh("retention")
+
+    def cached(**flags):
+        answer = client.completions.create(prompt=prompt, **greedy(extra_body=flags))
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert cached(cache_retention="none") == cached(cache_retention="low") == 0
+    assert cached(cache_retention="default", prompt_cache_retention="in_memory") > 0
+    answer = http.post("/v1/completions", json={"prompt": prompt, "cache_retention": "forever"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "cache_retention"
+    answer = http.post("/v1/completions", json={"prompt": prompt, "prompt_cache_retention": "24h"})
+    assert answer.json()["error"]["code"] == "unsupported_parameter"
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

@@ -22,6 +22,9 @@ REFERENCE = {2000: 8_161_280, 5859: 20_806_144, 10_000: 31_742_976, 20_000: 43_3
 
 
 def measure(trace: Trace, bound: bool) -> list[dict]:
+    """A row per pool size, printed as soon as it is known."""
+    print(f"\n{trace.name}, {trace.num_tokens:,} prompt tokens, blocks of {BLOCK_SIZE}")
+    print("| blocks | lru | s3fifo | s3fifo / lru | clairvoyant |\n|---|---|---|---|---|", flush=True)
     rows = []
     for size in SIZES:
         hits = {
@@ -33,17 +36,10 @@ def measure(trace: Trace, bound: bool) -> list[dict]:
         if bound:
             hits["clairvoyant"] = clairvoyant_hits(trace, block_size=BLOCK_SIZE, num_blocks=size)
         rows.append({"trace": trace.name, "num_blocks": size, "prompt_tokens": trace.num_tokens} | hits)
+        rates = [f"{100 * hits[name] / trace.num_tokens:.2f} %" if name in hits else "" for name in POLICIES]
+        ratio = hits["s3fifo"] / hits["lru"]
+        print(f"| {size:,} | {rates[0]} | {rates[1]} | {ratio:.3f} | {rates[2]} |", flush=True)
     return rows
-
-
-def show(rows: list[dict]) -> None:
-    print(f"\n{rows[0]['trace']}, {rows[0]['prompt_tokens']:,} prompt tokens, blocks of {BLOCK_SIZE}")
-    print("| blocks | lru | s3fifo | s3fifo / lru | clairvoyant |\n|---|---|---|---|---|")
-    for row in rows:
-        rates = [f"{100 * row[name] / row['prompt_tokens']:.2f} %" if name in row else "" for name in POLICIES]
-        print(
-            f"| {row['num_blocks']:,} | {rates[0]} | {rates[1]} | {row['s3fifo'] / row['lru']:.3f} | {rates[2]} |"
-        )
 
 
 POLICIES = ("lru", "s3fifo", "clairvoyant")
@@ -60,7 +56,6 @@ def main() -> None:
     for path in options.traces:
         trace = read_trace(path)
         rows += measure(trace, options.bound)
-        show(rows[-len(SIZES) :])
         began = time.perf_counter()
         swept = sweep(trace, block_size=BLOCK_SIZE, num_blocks=SIZES[:-1])
         seconds = time.perf_counter() - began

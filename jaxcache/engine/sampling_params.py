@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxcache.core.request import check_retention
+from jaxcache.core.request import MAX_TOKEN_ID, check_retention
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: division by them would leave only the largest logit anyway."""
@@ -66,7 +66,7 @@ class SamplingParams:
         self._set("n", _integer("n", self.n, 1))
         self._set("temperature", _number("temperature", self.temperature, 0.0, math.inf))
         self._set("top_p", _number("top_p", self.top_p, 0.0, 1.0, exclude_low=True))
-        self._set("top_k", max(0, _integer("top_k", self.top_k, -1)))
+        self._set("top_k", min(max(0, _integer("top_k", self.top_k, -1)), MAX_TOKEN_ID))
         self._set("min_p", _number("min_p", self.min_p, 0.0, 1.0))
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0))
         if self.seed is not None:
@@ -149,7 +149,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     items = _sequence(name, value, "a sequence of token ids")
-    return tuple(_integer(f"{name}[{i}]", item, 0) for i, item in enumerate(items))
+    return tuple(_integer(f"{name}[{i}]", item, 0, MAX_TOKEN_ID) for i, item in enumerate(items))
 
 
 def _sequence(name: str, value: Any, allowed: str) -> tuple[Any, ...]:

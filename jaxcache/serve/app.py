@@ -67,6 +67,7 @@ def make_app(
         )
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_found)
+    app.add_exception_handler(500, _unforeseen)
     return app
 
 
@@ -74,6 +75,12 @@ async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     message = f"there is no {request.method} {request.url.path} here"
     return JSONResponse(ApiError(status, message, code="not_found").body(), status)
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    """The traceback goes to the server's log, not to the client."""
+    message = f"the server failed over this request ({type(error).__name__}); its log says more"
+    return JSONResponse(ApiError(500, message).body(), 500)
 
 
 class _Server:
@@ -146,16 +153,18 @@ class _Server:
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._engine.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
-        tokens = (await self._body(request)).get("tokens")
-        if not isinstance(tokens, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in tokens):
-            raise ApiError(400, "tokens must be a list of token ids", param="tokens")
+        tokens, limit = (await self._body(request)).get("tokens"), self._engine.runner.config.vocab_size
+        if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < limit for token in tokens):
+            raise ApiError(400, f"tokens must be a list of token ids in [0, {limit})", param="tokens")
         tokenizer = self._tokenizer()
         text = b"".join(tokenizer.token_bytes(token) for token in tokens).decode(errors="replace")
         return JSONResponse({"prompt": text})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        running = request.query_params.get("reset_running", "false") == "true"
-        done = await self._thread.call(lambda: self._engine.reset_prefix_cache(running))
+        running = request.query_params.get("reset_running", "false")
+        if running not in ("true", "false"):
+            raise ApiError(400, f"reset_running must be true or false, got {running!r}", param="reset_running")
+        done = await self._thread.call(lambda: self._engine.reset_prefix_cache(running == "true"))
         if not done:
             raise ApiError(409, "requests are running: wait, or ask with reset_running=true to compute them again")
         return JSONResponse({"status": "ok"})
@@ -171,7 +180,7 @@ class _Server:
     async def embeddings(self, request: Request) -> Response:
         ask = parse_embeddings(await self._body(request), self._model)
         self._refuse_if_full(len(ask.prompts))
-        deltas = self._deltas(ask, ask.prompts)
+        deltas = self._deltas(ask, await asyncio.to_thread(self._token_ids, ask.prompts))
         outputs = await _unless_gone(request, _collect(deltas))
         await deltas.aclose()
         if outputs is None:
@@ -179,10 +188,11 @@ class _Server:
         return JSONResponse(embeddings(ask, [outputs[nth] for nth in sorted(outputs)], self._model))
 
     async def _generate(self, request: Request, ask: Ask) -> Response:
-        self._refuse_if_full(len(ask.prompts))
-        prompts = ask.prompts
+        self._refuse_if_full(ask.num_answers)
         if ask.chat:
-            prompts = [self._engine.chat_prompt(messages, **ask.chat_template_kwargs) for messages in prompts]
+            prompts = await asyncio.to_thread(self._chat_ids, ask)
+        else:
+            prompts = await asyncio.to_thread(self._token_ids, ask.prompts)
         deltas = self._deltas(ask, prompts)
         first = await _unless_gone(request, anext(deltas))
         if first is None:
@@ -196,11 +206,21 @@ class _Server:
             return Response(status_code=CLIENT_GONE)
         return JSONResponse(self._complete(ask, outputs))
 
-    def _refuse_if_full(self, num_prompts: int) -> None:
-        if self._num_open + num_prompts > self._config.max_queued_requests:
+    def _chat_ids(self, ask: Ask) -> list[Any]:
+        return [self._engine.chat_prompt(messages, **ask.chat_template_kwargs) for messages in ask.prompts]
+
+    def _token_ids(self, prompts: list[Any]) -> list[Any]:
+        """Long texts take their time: neither the event loop nor the engine waits for that."""
+        return [self._tokenizer().encode(one) if isinstance(one, str) else one for one in prompts]
+
+    def _refuse_if_full(self, num_answers: int) -> None:
+        limit = self._config.max_queued_requests
+        if num_answers > limit:
+            raise ApiError(400, f"{num_answers} answers are asked for at once, {limit} are allowed: ask for fewer")
+        if self._num_open + num_answers > limit:
             raise ApiError(
                 429,
-                f"{self._num_open} requests are open, {self._config.max_queued_requests} are allowed: try again",
+                f"{self._num_open} answers are under way, {limit} are allowed: try again",
                 code="too_many_requests",
                 headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             )
@@ -219,7 +239,7 @@ class _Server:
             except (ValueError, EngineStopped, StepFailed) as error:
                 merged.put_nowait(error)
 
-        self._num_open += len(prompts)
+        self._num_open += ask.num_answers
         tasks = [asyncio.create_task(follow(nth, prompt)) for nth, prompt in enumerate(prompts)]
         try:
             running = len(tasks)
@@ -232,7 +252,7 @@ class _Server:
                 else:
                     yield item
         finally:
-            self._num_open -= len(prompts)
+            self._num_open -= ask.num_answers
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,7 +14,7 @@ class ServerConfig:
     served_model_name: str | None = None
     """What clients call the model; `None` for the engine's name for it."""
     max_queued_requests: int = 256
-    """Requests that may wait or run; one more gets status 429."""
+    """Answers that may wait or run; one more gets status 429."""
     max_body_bytes: int = 8 << 20
     """A longer request body gets status 413."""
     shutdown_timeout: int = 30

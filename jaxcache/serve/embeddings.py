@@ -37,6 +37,10 @@ class EmbeddingAsk:
     cache_salt: str | None
     priority: int
 
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts)
+
 
 def parse_embeddings(body: Mapping[str, Any], model: str) -> EmbeddingAsk:
     """The body of `/v1/embeddings`. An `ApiError` (400, 404) for what cannot be done."""

@@ -103,6 +103,11 @@ class Ask:
     id: str = ""
     created: int = 0
 
+    @property
+    def num_answers(self) -> int:
+        """To all prompts together."""
+        return len(self.prompts) * self.params.n
+
 
 def parse_completion(body: Mapping[str, Any], model: str) -> Ask:
     """`/v1/completions`. An `ApiError` (400, 404) for what cannot be done."""
@@ -132,7 +137,25 @@ def parse_chat(body: Mapping[str, Any], model: str) -> Ask:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = (body.get("top_logprobs") or 0) if wanted else None
     limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    return _ask(body, model, [body.get("messages")], chat=True, logprobs=logprobs, max_tokens=limit)
+    messages = _plain(body.get("messages"))
+    return _ask(body, model, [messages], chat=True, logprobs=logprobs, max_tokens=limit)
+
+
+def _plain(messages: Any) -> Any:
+    """`messages` with contents that are lists of text parts as one text each, a line per part."""
+    if not isinstance(messages, list):
+        return messages
+    plain = []
+    for nth, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            for part in content:
+                if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                    kind = part.get("type") if isinstance(part, dict) else part
+                    raise ApiError(400, f"messages[{nth}] has a part that is no text: {kind!r}", param="messages")
+            message = message | {"content": "\n".join(part["text"] for part in content)}
+        plain.append(message)
+    return plain
 
 
 def _ask(
@@ -154,6 +177,8 @@ def _ask(
         raise ApiError(
             400, f"chat_template_kwargs must be an object, got {kwargs!r}", param="chat_template_kwargs"
         )
+    if ours := kwargs.keys() & {"template", "messages", "bos_token", "eos_token"}:
+        raise ApiError(400, f"chat_template_kwargs may not set {min(ours)}", param="chat_template_kwargs")
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     return Ask(
         asked,

@@ -247,7 +247,7 @@ BAD = [
     ({"stop": ["a", ""]}, "stop must hold strings that are not empty, got ''"),
     ({"stop": 5}, "stop must be a string or a sequence of strings, got 5"),
     ({"stop": [5]}, "stop must hold strings"),
-    ({"stop_token_ids": [-1]}, r"stop_token_ids\[0\] must be an integer of at least 0, got -1"),
+    ({"stop_token_ids": [-1]}, r"stop_token_ids\[0\] must be an integer from 0 to 2147483647, got -1"),
     ({"stop_token_ids": [True]}, "got True"),
     ({"stop_token_ids": "ab"}, "stop_token_ids must be a sequence of token ids"),
     ({"stop_token_ids": range(9), "min_tokens": 1}, "min_tokens can hold back 8 stop_token_ids at most, got 9"),

@@ -52,7 +52,7 @@ def test_the_help_is_the_fields_own_description(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "--enable-prefix-caching, --no-enable-prefix-caching" in text
     assert "Tokens per block: hits are multiples of it. (default: 16)" in text
-    assert "Requests that may wait or run; one more gets status 429. (default: 256)" in text
+    assert "Answers that may wait or run; one more gets status 429. (default: 256)" in text
 
 
 @pytest.mark.parametrize(

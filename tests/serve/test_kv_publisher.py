@@ -1,18 +1,22 @@
 """KV events over ZeroMQ against a plain subscriber: a mirror fed by nothing else knows what the engine knows."""
 
+import socket
 import time
 
+import httpx
 import msgspec
 import numpy as np
 import pytest
 import zmq
 
+from jaxcache import CacheConfig
 from jaxcache.core.cache_manager import KVCacheManager
 from jaxcache.core.events import AllBlocksCleared, KVEventsConfig
 from jaxcache.core.hashing import external_block_hash, get_request_block_hasher
 from jaxcache.core.request import Request
 from jaxcache.core.specs import FullAttentionSpec, KVCacheGroup
 from jaxcache.serve.kv_publisher import END_OF_REPLAY, KVEventPublisher, encode_batch
+from tests.serve.serving import serving, text_engine
 
 
 def config(**options):
@@ -35,8 +39,8 @@ def connect():
         return socket
 
     yield make
-    for socket in sockets:
-        socket.close(linger=0)
+    for made in sockets:
+        made.close(linger=0)
     context.term()
 
 
@@ -50,6 +54,12 @@ def replayed(socket, first):
             assert payload == b""
             return
         yield int.from_bytes(number, "big"), payload
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 class Mirror:
@@ -192,3 +202,55 @@ def test_frames_are_the_references(connect):
 def test_an_address_that_cannot_be_used_is_named():
     with pytest.raises(ValueError, match="cannot publish KV events on 'tcp://nowhere'"):
         KVEventPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://nowhere"))
+
+
+def test_a_mirror_of_a_server_knows_what_its_engine_knows(connect):
+    """Answers, embeddings, evictions and a reset, heard over the socket of a server that runs."""
+    ports = [free_port(), free_port()]
+    settings = config(topic="kv", endpoint=f"tcp://*:{ports[0]}", replay_endpoint=f"tcp://127.0.0.1:{ports[1]}")
+    engine = text_engine(cache=CacheConfig(block_size=4, num_blocks=40), events=settings)
+    with serving(engine, settings) as server:
+        addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
+        mirror = Mirror(connect(zmq.SUB, addresses[0]), connect(zmq.DEALER, addresses[1]))
+        time.sleep(0.2)
+
+        def agree():
+            server.settle()
+            names = [(key[:-4], int.from_bytes(key[-4:], "big")) for key in list(engine.core.kv.index.keys())]
+            expected = {(external_block_hash(name), group) for name, group in names}
+            deadline = time.monotonic() + 10
+            while mirror.keys != expected and time.monotonic() < deadline:
+                mirror.listen()
+                time.sleep(0.01)
+            assert mirror.keys == expected
+            return len(expected)
+
+        for nth in range(8):
+            body = {"prompt": f"{nth} asks for something", "max_tokens": 9, "ignore_eos": True}
+            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+        assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "x" * 30}, timeout=60).status_code == 200
+        assert agree() > 20
+        assert engine.stats()["num_evicted_blocks"] > 0
+        assert httpx.post(f"{server.url}/reset_prefix_cache").status_code == 200
+        assert agree() == 0
+
+
+def test_nobody_who_waits_for_events_holds_up_a_server(connect, caplog, monkeypatch):
+    """A subscriber that never reads, and a publisher that takes a second per batch with room for one to wait."""
+    settings = config(hwm=1, max_queue_size=1, buffer_steps=1, endpoint=f"tcp://*:{(port := free_port())}")
+    send = KVEventPublisher._send
+    monkeypatch.setattr(KVEventPublisher, "_send", lambda self, wait: (time.sleep(1), send(self, wait)))
+    with serving(text_engine(events=settings), settings) as server:
+        sleeper = connect(zmq.SUB, f"tcp://127.0.0.1:{port}")
+        body = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        warm = httpx.post(f"{server.url}/v1/completions", json=body | {"prompt": "warm"}, timeout=60)
+        began = time.perf_counter()
+        for nth in range(10):
+            prompt = f"{nth} is a prompt of several blocks"
+            answer = httpx.post(f"{server.url}/v1/completions", json=body | {"prompt": prompt}, timeout=60)
+            assert answer.status_code == warm.status_code == 200
+        seconds = time.perf_counter() - began
+        server.settle()
+    assert "is lost: 1 batches wait already" in caplog.text
+    assert seconds < 8
+    assert not sleeper.closed

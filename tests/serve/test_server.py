@@ -87,9 +87,10 @@ def test_several_prompts_and_token_ids(client):
 
 
 def test_a_chat_goes_through_the_template(client):
-    messages = [{"role": "system", "content": LONG}, {"role": "user", "content": "Who are you?"}]
+    parts = [{"type": "text", "text": text} for text in ("Who", "are you?")]
+    messages = [{"role": "system", "content": LONG}, {"role": "user", "content": parts}]
     chat = client.chat.completions.create(messages=messages, **greedy())
-    plain = client.completions.create(prompt=f"system:{LONG};user:Who are you?;>", **greedy())
+    plain = client.completions.create(prompt=f"system:{LONG};user:Who\nare you?;>", **greedy())
     assert chat.choices[0].message.content == plain.choices[0].text
     assert chat.choices[0].message.role == "assistant"
     text, roles = "", []
@@ -185,6 +186,11 @@ def test_retention_is_a_body_field(client, http):
         ({"n": 0}, "n must be an integer of at least 1"),
         ({"stream_options": {"include_usage": True}}, "stream_options needs stream: true"),
         ({"cache_salt": 7}, "cache_salt must be a string, got 7"),
+        ({"n": 10**7}, "10000000 answers are asked for at once, 256 are allowed: ask for fewer"),
+        (
+            {"stop_token_ids": [2**40], "min_tokens": 1},
+            r"stop_token_ids\[0\] must be an integer from 0 to 2147483647",
+        ),
         ({"prompt": []}, "prompt must be a text, token ids, or a list of either, not empty"),
         ({"prompt": [999]}, r"prompt token 0 is 999: token ids must lie in \[0, 257\)"),
         ({"prompt": "x" * 3000}, "max_model_len"),
@@ -207,6 +213,12 @@ def test_what_cannot_be_done_is_a_400_in_openais_shape(http, extra, message):
         ({"tools": [{"type": "function"}]}, "tools is not supported here"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
         ({"messages": []}, "messages must be a list"),
+        ({"messages": [5]}, "messages[0] must be a mapping with a 'role' (a string), got 5"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0] has a part that is no text: 'image_url'",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs may not set messages"),
     ],
 )
 def test_so_it_is_for_chats(http, extra, message):
@@ -244,7 +256,22 @@ def test_text_to_tokens_and_back(http):
     assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "añb"}
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
     assert bytes(chat["tokens"]) == b"user:x;>"
-    assert http.post("/detokenize", json={"tokens": ["a"]}).status_code == 400
+    for wrong in (["a"], [257], [-1], [True], 5):
+        answer = http.post("/detokenize", json={"tokens": wrong})
+        assert answer.status_code == 400
+        assert "token ids in [0, 257)" in answer.json()["error"]["message"]
+
+
+def test_a_failure_that_nobody_foresaw_has_openais_shape_too_and_hides_its_cause(monkeypatch):
+    engine = text_engine()
+    with serving(engine) as server:
+        monkeypatch.setattr(engine.tokenizer, "encode", lambda *_, **__: {}["secret"])
+        answer = httpx.post(f"{server.url}/tokenize", json={"prompt": "x"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert "KeyError" in answer.json()["error"]["message"]
+        assert "secret" not in answer.text
+        assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def test_the_cache_can_be_reset(client, http, running):
@@ -253,6 +280,7 @@ def test_the_cache_can_be_reset(client, http, running):
         client.completions.create(prompt=prompt, **greedy())
     running.settle()
     assert http.post("/reset_prefix_cache").json() == {"status": "ok"}
+    assert http.post("/reset_prefix_cache?reset_running=maybe").status_code == 400
     usage = client.completions.create(prompt=prompt, **greedy()).usage
     assert usage.prompt_tokens_details.cached_tokens == 0
 

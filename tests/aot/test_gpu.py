@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxcache.kernels import KVLayout, StepInputs
+from jaxcache.kernels.check.abstract import DECODE, MIXED, faults, kv_array, step_inputs
 from jaxcache.kernels.check.targets import GPU_SPECS, can_compile_for, compile_for
 from jaxcache.kernels.dispatch import Gpu
 from jaxcache.kernels.paged_attention import write_and_attend
 from jaxcache.kernels.paged_attention.shapes import SHAPES, AttentionShape
-from tests.aot.step_shapes import DECODE, MIXED, check_in_place, kv_array, step_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 if not can_compile_for("cuda"):
@@ -52,7 +52,7 @@ def compile_step(
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_models(target, rows, shape):
     compiled, kv = compile_step(target, shape, step_inputs(*rows))
-    check_in_place(compiled, kv)
+    assert not faults(compiled, kv)
     assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == (rows is MIXED) + 1
 
 
@@ -73,7 +73,7 @@ FORMATS = [
 @pytest.mark.parametrize(("dtype", "kv_dtype", "block_size", "head_dim"), FORMATS)
 def test_formats(target, dtype, kv_dtype, block_size, head_dim):
     options = {"dtype": dtype, "kv_dtype": kv_dtype, "block_size": block_size}
-    check_in_place(*compile_step(target, AttentionShape(16, 8, head_dim), step_inputs(*MIXED), **options))
+    assert not faults(*compile_step(target, AttentionShape(16, 8, head_dim), step_inputs(*MIXED), **options))
 
 
 E4M3 = {"shape": AttentionShape(16, 8, 128), "step": step_inputs(*MIXED), "kv_dtype": "float8_e4m3fn"}
@@ -81,7 +81,7 @@ E4M3 = {"shape": AttentionShape(16, 8, 128), "step": step_inputs(*MIXED), "kv_dt
 
 @pytest.mark.parametrize("target", [name for name, spec in GPU_SPECS.items() if spec.capability >= (8, 9)])
 def test_e4m3(target):
-    check_in_place(*compile_step(target, **E4M3))
+    assert not faults(*compile_step(target, **E4M3))
 
 
 @pytest.mark.skipif(
@@ -95,4 +95,4 @@ def test_e4m3_needs_compute_capability_8_9():
 @pytest.mark.parametrize("target", GPU_SPECS)
 def test_all_options(target):
     shape = AttentionShape(32, 8, 128, sliding_window=1024, sinks=True)
-    check_in_place(*compile_step(target, shape, step_inputs(*MIXED), kv_dtype="int8", soft_cap=50.0))
+    assert not faults(*compile_step(target, shape, step_inputs(*MIXED), kv_dtype="int8", soft_cap=50.0))

@@ -15,12 +15,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcache.kernels import KVCache, KVLayout
+from jaxcache.kernels.check.abstract import DECODE, MIXED, kv_array, num_bytes, step_inputs
 from jaxcache.kernels.check.targets import TPU_TOPOLOGIES, devices
 from jaxcache.kernels.dispatch import Tpu
 from jaxcache.models.config import ModelConfig
 from jaxcache.models.llama import Llama, param_specs
 from jaxcache.models.rope import RopeConfig
-from tests.aot.step_shapes import DECODE, MIXED, kv_array, num_bytes, step_inputs
 
 CONFIG = ModelConfig(
     vocab_size=128_256,

@@ -18,21 +18,21 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcache.kernels import KVLayout, StepInputs
+from jaxcache.kernels.check.abstract import (
+    DECODE,
+    LAYERS,
+    MIXED,
+    TEMP_BYTES,
+    faults,
+    kv_array,
+    num_bytes,
+    step_inputs,
+)
 from jaxcache.kernels.check.targets import TPU_TOPOLOGIES, compile_for, devices
 from jaxcache.kernels.dispatch import Tpu
 from jaxcache.kernels.kv_write import write_kv
 from jaxcache.kernels.paged_attention import paged_attention, write_and_attend
 from jaxcache.kernels.paged_attention.shapes import SHAPES, AttentionShape
-from tests.aot.step_shapes import (
-    DECODE,
-    LAYERS,
-    MIXED,
-    TEMP_BYTES,
-    check_in_place,
-    kv_array,
-    num_bytes,
-    step_inputs,
-)
 
 
 def compile_step(
@@ -58,7 +58,7 @@ def compile_step(
 @pytest.mark.parametrize("rows", [MIXED, DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_models(target, rows, shape):
-    check_in_place(*compile_step(target, shape, step_inputs(*rows)))
+    assert not faults(*compile_step(target, shape, step_inputs(*rows)))
 
 
 FORMATS = [
@@ -79,13 +79,13 @@ FORMATS = [
 @pytest.mark.parametrize(("kv_dtype", "block_size", "head_dim"), FORMATS)
 def test_formats(target, kv_dtype, block_size, head_dim):
     shape = AttentionShape(16, 8, head_dim)
-    check_in_place(*compile_step(target, shape, step_inputs(*MIXED), kv_dtype=kv_dtype, block_size=block_size))
+    assert not faults(*compile_step(target, shape, step_inputs(*MIXED), kv_dtype=kv_dtype, block_size=block_size))
 
 
 @pytest.mark.parametrize("target", TPU_TOPOLOGIES)
 def test_all_options(target):
     shape = AttentionShape(32, 8, 128, sliding_window=1024, sinks=True)
-    check_in_place(*compile_step(target, shape, step_inputs(*MIXED), kv_dtype="int8", soft_cap=50.0))
+    assert not faults(*compile_step(target, shape, step_inputs(*MIXED), kv_dtype="int8", soft_cap=50.0))
 
 
 @pytest.mark.parametrize("target", TPU_TOPOLOGIES)
@@ -100,7 +100,7 @@ def test_write_then_attend(target):
         kv = write_kv(kv, 1, k, v, step.slot_mapping, implementation=tpu)
         return paged_attention(q, kv, 1, step, implementation=tpu), kv
 
-    check_in_place(compile_for(target, run, kv, q, k, k, step, donate=(0,)), kv)
+    assert not faults(compile_for(target, run, kv, q, k, k, step, donate=(0,)), kv)
 
 
 @pytest.mark.parametrize("target", TPU_TOPOLOGIES)

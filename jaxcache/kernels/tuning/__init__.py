@@ -5,9 +5,11 @@ compiled on a machine that has another device, or none.
 """
 
 import json
+import re
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 DEFAULT = "default"
@@ -92,3 +94,25 @@ def _entries() -> dict[str, dict]:
 
 def _read(name: str) -> dict:
     return json.loads(resources.files(__name__).joinpath(name).read_text())
+
+
+def save(device_kind: str, section: str, values: dict[str, Any], folder: Path | None = None) -> Path:
+    """Write `values` as the `section` ("tpu" or "gpu") of `device_kind`, to a file of its own.
+
+    In the package itself (`folder` None) the kind is taken out of the file that had it, and the next look-up finds
+    the new values.
+    """
+    place = Path(str(resources.files(__name__))) if folder is None else folder
+    for path in sorted(place.glob("*.json")):
+        content = json.loads(path.read_text())
+        if device_kind in content.get("device_kinds", ()):
+            content["device_kinds"].remove(device_kind)
+            if content["device_kinds"]:
+                path.write_text(json.dumps(content, indent=2) + "\n")
+            else:
+                path.unlink()
+    path = place / (re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_") + ".json")
+    path.write_text(json.dumps({"device_kinds": [device_kind], section: values}, indent=2) + "\n")
+    _entries.cache_clear()
+    _tuning.cache_clear()
+    return path

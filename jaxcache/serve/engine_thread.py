@@ -184,7 +184,9 @@ class EngineThread:
             deltas = self.engine.step()
         except (RuntimeError, ValueError, ArithmeticError, MemoryError) as error:
             logger.exception("a step failed")
-            for request_id in [i for i in self._open if not self.engine.is_active(i)]:
+            ended = [request_id for request_id in self._open if not self.engine.is_active(request_id)]
+            # A failure that ended nobody would come again with the next step.
+            for request_id in ended or list(self._open):
                 self._fail(request_id, StepFailed(f"the step failed: {error}"))
         else:
             for delta in deltas:

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from jaxcache import CacheConfig, SamplingParams, SchedulerConfig
+from jaxcache.core.scheduler import StepPlan
 from tests.serve.serving import serving, slow_engine, text_engine
 
 LONG = "You are a pirate who answers in one short sentence. "
@@ -376,6 +377,20 @@ def test_a_failing_step_ends_its_requests_and_the_server_goes_on():
         again = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
         assert again["choices"] == good["choices"]
         server.settle()
+
+
+def test_a_scheduler_that_is_stuck_ends_its_requests_instead_of_failing_for_ever(monkeypatch):
+    engine = text_engine()
+    with serving(engine) as server:
+        schedule = engine.core.scheduler.schedule
+        monkeypatch.setattr(engine.core.scheduler, "schedule", lambda: StepPlan(0))
+        body = {"prompt": fresh("stuck"), "max_tokens": 4, "temperature": 0}
+        stuck = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert stuck.status_code == 500
+        assert "no progress in 9 steps" in stuck.json()["error"]["message"]
+        server.settle()
+        monkeypatch.setattr(engine.core.scheduler, "schedule", schedule)
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
 def test_many_clients_at_once_lose_nothing_and_leak_nothing():

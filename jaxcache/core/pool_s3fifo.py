@@ -27,7 +27,8 @@ from jaxcache.core.pool import NULL_BLOCK, check_ownership, check_size
 
 SMALL, MAIN = 0, 1
 HORIZON = 16
-"""Ghosts are remembered for, and a head start is at most, this many times the pool's size, in blocks.
+"""Ghosts are remembered for, and a head start is at most, this many times the pool's size, in blocks (of the older
+ghosts the table loses some to younger ones).
 
 It must cover the time after which content comes back; where it does not, the head start follows accidents. With 6,
 pools of 600 to 900 blocks lost up to 8 % against lru on a trace whose contents return after 5 to 40 pool sizes."""

@@ -66,6 +66,21 @@ def test_caching_changes_no_answer(name):
     assert stats["num_evicted_blocks"] > 0
 
 
+@pytest.mark.parametrize("name", ["gemma3", "recurrent_gemma"])
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_embedding_is_the_same_the_second_time(name, pooling):
+    """The last token's state must not come from a state or a window that another request left half done."""
+    config = load(name)[1]
+    prompts = workload(config.vocab_size, 1)
+    expected = make_engine(name, 60 * len(config.layer_groups), caching=False).embed(prompts, pooling=pooling)
+    engine = make_engine(name, 1 + 40 * len(config.layer_groups))
+    for _ in range(2):
+        np.testing.assert_allclose(engine.embed(prompts, pooling=pooling), expected, atol=1e-4)
+    hits = engine.stats()["prefix_cache_hits"]
+    assert hits > 100 if pooling == "last" else hits == 0
+    engine.core.kv.check_invariants()
+
+
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "recurrent_gemma"])
 def test_what_each_group_holds_stays_bounded(name):
     """However long the text: a window's blocks by its size, a state by two."""

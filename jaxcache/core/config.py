@@ -26,6 +26,8 @@ class CacheConfig:
     """Tokens per fingerprint, a divisor of every group's block size; `None` for the greatest."""
     eviction_policy: str = "lru"
     """lru (least recently released first) or s3fifo (resists scans: `core.pool_s3fifo`)."""
+    check_steps: bool = False
+    """Debug: check every step's block ids and slots before it runs (`kernels.check_step`)."""
 
     def __post_init__(self) -> None:
         _positive(self, "block_size")

@@ -77,6 +77,7 @@ class Engine:
             ),
             implementation=implementation,
             lora=lora,
+            check_steps=self.cache_config.check_steps,
         )
         self.core = EngineCore(
             self.runner,

@@ -22,6 +22,7 @@ from jaxcache.engine.step_inputs import (
 )
 from jaxcache.kernels.dispatch import Implementation
 from jaxcache.kernels.step import StepInputs
+from jaxcache.kernels.step_check import check_step
 from jaxcache.models.decoder import Decoder
 from jaxcache.models.lora import AdapterWeight, LoRAAdapter, LoRAConfig, add_slots, fill_slot
 from jaxcache.models.rows import RowInputs
@@ -118,9 +119,11 @@ class ModelRunner:
         buckets: Buckets,
         implementation: Implementation = None,
         lora: LoRAConfig | None = None,
+        check_steps: bool = False,
     ) -> None:
         """`model` is called with one `StepInputs`, or with a tuple of them if it has several KV-cache groups.
 
+        `check_steps`: every step is looked over on the host before it runs (`kernels.check_step`).
         `lora`: room for adapters, in a model of ours. Steps whose rows have adapters or embeddings are called with
         `rows=RowInputs(...)`, others without.
         """
@@ -135,6 +138,7 @@ class ModelRunner:
         self._block_size = block_size
         self._table_width = -(-max_model_len // block_size)
         self._implementation = implementation
+        self._check_steps = check_steps
         self._num_groups = len(kv_cache_groups(config, block_size))
         self._num_blocks = num_blocks
         self._kv_dtype = jnp.dtype(kv_dtype)
@@ -183,6 +187,9 @@ class ModelRunner:
         """Compute one step: write the KV of all slices, attend, and choose a token for each."""
         shape = self.buckets.fit(sum(len(piece.token_ids) for piece in slices), len(slices))
         step = self._inputs(slices, shape)
+        if self._check_steps:
+            for group in step:
+                check_step(group, num_blocks=self._num_blocks, block_size=self._block_size)
         sampling = SamplingInputs.build(
             [row.params for row in rows],
             [row.seed for row in rows],

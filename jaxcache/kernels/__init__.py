@@ -8,5 +8,6 @@ if __name__ != "jaxcache.kernels":
 
 from jaxcache.kernels.layout import KVCache, KVLayout, init_kv
 from jaxcache.kernels.step import PAD_SLOT, StepInputs, Tiles, make_tiles
+from jaxcache.kernels.step_check import check_step
 
-__all__ = ["PAD_SLOT", "KVCache", "KVLayout", "StepInputs", "Tiles", "init_kv", "make_tiles"]
+__all__ = ["PAD_SLOT", "KVCache", "KVLayout", "StepInputs", "Tiles", "check_step", "init_kv", "make_tiles"]

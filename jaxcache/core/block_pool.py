@@ -1,6 +1,5 @@
 """The host's handle on the block pool: one jitted, donated transition per decision, on the CPU backend."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 from jaxcache.core import pool, pool_s3fifo
 
 _MIN_CAPACITY = 8
+NO_IDS = np.zeros(0, np.int32)
 
 
 class _Transitions:
@@ -21,8 +21,12 @@ class _Transitions:
             state, ids, ok = policy.acquire(state, hits, counts[0], counts[1], capacity=capacity)
             return state, jnp.concatenate([ids, jnp.stack([ok.astype(jnp.int32), state.num_free])])
 
-        def release(state, ids, first):
-            state = policy.release(state, ids, first)
+        def release(state, ids_and_flags):
+            """`ids`, and of each whether it got a name that the state does not know of yet, and whether it goes first."""
+            ids, fresh, first = ids_and_flags
+            if policy is pool:
+                state = pool.name(state, jnp.where(fresh > 0, ids, pool.NULL_BLOCK))
+            state = policy.release(state, ids, first[0] > 0)
             return state, state.num_free
 
         self.policy = policy
@@ -60,6 +64,8 @@ class BlockPool:
         self._state: Any = jax.device_put(state, host_device())
         self._num_blocks = num_blocks
         self._num_free = num_blocks - 1
+        self._fresh = np.zeros(num_blocks, np.bool_)
+        """Named, but the state does not know yet: it matters only once the block is released."""
 
     @property
     def num_blocks(self) -> int:
@@ -76,7 +82,7 @@ class BlockPool:
         """The share of usable blocks that are held, 0 to 1."""
         return 1.0 - self._num_free / (self._num_blocks - 1)
 
-    def acquire(self, hits: Sequence[int] | np.ndarray, n: int, headroom: int = 0) -> np.ndarray | None:
+    def acquire(self, hits: np.ndarray, n: int, headroom: int = 0) -> np.ndarray | None:
         """Hold `hits` and take `n` more from the queue; `None`, and nothing changed, if that is not possible.
 
         Possible means that the free ones among `hits`, the `n` new ones and `headroom` more are free.
@@ -85,7 +91,7 @@ class BlockPool:
         if n + headroom > self._num_free:
             return None
         if n == 0 and len(hits) == 0:
-            return np.zeros(0, np.int32)
+            return NO_IDS
         capacity = _capacity(max(n, len(hits)))
         counts = np.array([n, headroom], np.int32)
         self._state, result = self._transitions.acquire(self._state, self._pad(hits, capacity), counts, capacity)
@@ -95,39 +101,52 @@ class BlockPool:
         self._num_free = int(result[-1])
         return result[:n]
 
-    def release(self, ids: Sequence[int] | np.ndarray, first: bool = False) -> None:
+    def release(self, ids: np.ndarray, first: bool = False) -> None:
         """Let go of `ids` in this order: deepest block of a sequence first.
 
         `first`: they are the next to be used, also those with a name.
         """
         if len(ids):
-            padded = self._pad(ids, _capacity(len(ids)))
-            self._state, num_free = self._transitions.release(self._state, padded, np.bool_(first))
+            padded = np.full((3, _capacity(len(ids))), self._num_blocks, np.int32)
+            padded[0, : len(ids)] = ids
+            padded[1] = 0
+            padded[1, : len(ids)] = self._fresh[ids]
+            padded[2] = first
+            self._fresh[ids] = False
+            self._state, num_free = self._transitions.release(self._state, padded)
             self._num_free = int(num_free)
 
-    def name(self, ids: Sequence[int] | np.ndarray, fingerprints: np.ndarray | None = None) -> None:
-        """`ids` now hold content that others can find, and go to the queue's tail when released.
+    def name(self, ids: np.ndarray, fingerprints: np.ndarray | None = None) -> None:
+        """`ids`, which are held, now hold content that others can find: released, they go to the queue's tail.
 
         `fingerprints`: uint32 per id, telling contents apart, where `needs_fingerprints`.
         """
-        if len(ids):
-            self._state = self._transitions.name(self._state, *self._named(ids, fingerprints))
+        if fingerprints is None:
+            self._fresh[ids] = True
+        elif len(ids):
+            capacity = _capacity(len(ids))
+            padded = np.zeros(capacity, np.uint32)
+            padded[: len(ids)] = fingerprints
+            self._state = self._transitions.name(self._state, self._pad(ids, capacity), padded)
 
-    def unname(self, ids: Sequence[int] | np.ndarray) -> None:
+    def unname(self, ids: np.ndarray) -> None:
         if len(ids):
+            self._fresh[ids] = False
             self._state = self._transitions.unname(self._state, self._pad(ids, _capacity(len(ids))))
 
     def unname_all(self) -> None:
+        self._fresh[:] = False
         self._state = self._transitions.unname_all(self._state)
 
     def warmup(self, max_ids: int) -> None:
         """Compile the transitions for all id vectors of up to `max_ids`. Changes nothing."""
         capacity = _MIN_CAPACITY
         while True:
-            nobody = self._pad([], capacity)
+            nobody = self._pad(NO_IDS, capacity)
             self._state, _ = self._transitions.acquire(self._state, nobody, np.zeros(2, np.int32), capacity)
-            self._state, _ = self._transitions.release(self._state, nobody, np.bool_(False))
-            self._state = self._transitions.name(self._state, *self._named(nobody, None))
+            self._state, _ = self._transitions.release(self._state, np.stack([nobody, *[np.zeros_like(nobody)] * 2]))
+            if self.needs_fingerprints:
+                self._state = self._transitions.name(self._state, nobody, np.zeros(capacity, np.uint32))
             self._state = self._transitions.unname(self._state, nobody)
             if capacity >= max_ids:
                 return
@@ -143,7 +162,7 @@ class BlockPool:
 
     def named(self) -> np.ndarray:
         """bool [num_blocks]. O(pool): for tests and diagnosis."""
-        return np.array(self._state.named)
+        return np.array(self._state.named) | self._fresh
 
     def check_invariants(self) -> None:
         """Raise `RuntimeError` if the state contradicts itself. O(pool)."""
@@ -151,16 +170,7 @@ class BlockPool:
         if self._num_free != int(self._state.num_free):
             raise RuntimeError(f"{self._num_free} blocks are free on the host, {self._state.num_free} in the pool")
 
-    def _named(self, ids: Sequence[int] | np.ndarray, fingerprints: np.ndarray | None) -> tuple[np.ndarray, ...]:
-        capacity = _capacity(len(ids))
-        if not self.needs_fingerprints:
-            return (self._pad(ids, capacity),)
-        padded = np.zeros(capacity, np.uint32)
-        if fingerprints is not None:
-            padded[: len(fingerprints)] = fingerprints
-        return self._pad(ids, capacity), padded
-
-    def _pad(self, ids: Sequence[int] | np.ndarray, capacity: int) -> np.ndarray:
+    def _pad(self, ids: np.ndarray, capacity: int) -> np.ndarray:
         padded = np.full(capacity, self._num_blocks, np.int32)
         padded[: len(ids)] = ids
         return padded

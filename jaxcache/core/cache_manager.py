@@ -8,10 +8,11 @@ import numpy as np
 from jaxcache.core.block_pool import BlockPool
 from jaxcache.core.coordinator import make_coordinator
 from jaxcache.core.events import EventLog, KVCacheEvent, KVEventsConfig
-from jaxcache.core.index import HashIndex
+from jaxcache.core.index import IndexFactory
 from jaxcache.core.managers import NO_BLOCKS
 from jaxcache.core.observer import CacheObserver
 from jaxcache.core.pool import NULL_BLOCK
+from jaxcache.core.radix_index import RadixIndex
 from jaxcache.core.request import Request, RequestStatus
 from jaxcache.core.specs import (
     FullAttentionSpec,
@@ -59,6 +60,7 @@ class KVCacheManager:
         log_stats: bool = True,
         events: KVEventsConfig | None = None,
         eviction_policy: str = "lru",
+        index: IndexFactory = RadixIndex,
     ) -> None:
         """`num_blocks` includes the null block. `watermark`: the share of blocks kept free on admission.
 
@@ -76,9 +78,8 @@ class KVCacheManager:
         self._events = None
         if events is not None and events.enable_kv_cache_events:
             self._events = EventLog(self.groups, self.hash_block_size, events)
-        self.index = HashIndex(
-            num_blocks, [g.spec.block_size for g in self.groups], self.hash_block_size, self._events
-        )
+        block_sizes = [group.spec.block_size for group in self.groups]
+        self.index = index(num_blocks, block_sizes, self.hash_block_size, self._events)
         self.coordinator = make_coordinator(
             self.groups,
             self.index,
@@ -94,8 +95,10 @@ class KVCacheManager:
         self._num_reserved = sum(map(len, self.sink_blocks))
         self.num_evicted_blocks = 0
         """Named blocks that were taken for other content, since the start."""
-        self._named_in_step: set[int] | None = None
-        """Blocks named since `new_step_starts`; `None` for those who do not speak of steps."""
+        self._step = 0
+        """Counts `new_step_starts`; 0 for those who do not speak of steps."""
+        self._named_in = np.zeros(num_blocks, np.int64)
+        """The step in which each block got its name."""
         self.observer: CacheObserver | None = None
         """Told of every allocation and admission, if there is one."""
         self._watermark_blocks = int(watermark * num_blocks)
@@ -120,7 +123,7 @@ class KVCacheManager:
 
     def new_step_starts(self) -> None:
         """A step is about to be planned: what the last one computed is there now."""
-        self._named_in_step = set()
+        self._step += 1
         self.coordinator.new_step_starts()
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
@@ -181,8 +184,8 @@ class KVCacheManager:
         if ids is None:
             return None
         if self.observer is not None:
-            self.observer.allocated(plan.held_hits, ids, self.index.fingerprints(ids.tolist()).tolist())
-        self.num_evicted_blocks += len(self.index.evict(ids.tolist()))
+            self.observer.allocated(plan.held_hits, ids, self.index.fingerprints(ids).tolist())
+        self.num_evicted_blocks += len(self.index.evict(ids))
         if any(len(group_hits) for group_hits in hits):
             self.coordinator.add_hits(name, hits, num_computed)
         new_blocks = KVCacheBlocks(self.coordinator.add_blocks(name, plan.new_blocks, ids, num_slots))
@@ -197,9 +200,9 @@ class KVCacheManager:
         A kernel that writes and attends for all single rows at once orders them in no way. Requests of more rows
         are safe: all their KV is written before any of it is read.
         """
-        if num_new_tokens > 1 or not self._named_in_step:
+        if num_new_tokens > 1 or self._step == 0:
             return False
-        return any(not self._named_in_step.isdisjoint(ids.tolist()) for ids in hits)
+        return any((self._named_in[ids] == self._step).any() for ids in hits)
 
     def observe_admission(self, request: Request, num_hits: int) -> None:
         """Tell the observer, if there is one, what `request` found and what it did not."""
@@ -219,8 +222,7 @@ class KVCacheManager:
         if request.skip_writing_prefix_cache:
             return
         ids = self.coordinator.cache_blocks(request, num_tokens)
-        if self._named_in_step is not None:
-            self._named_in_step.update(ids)
+        self._named_in[ids] = self._step
         self.pool.name(ids, self.index.fingerprints(ids) if self.pool.needs_fingerprints else None)
 
     def uncache(self, request: Request, num_tokens: int) -> None:
@@ -228,7 +230,7 @@ class KVCacheManager:
         request.quiet_until = 0
         for manager in self.coordinator.managers:
             ids = manager.uncache_blocks(request.request_id, num_tokens)
-            self.pool.unname(self.index.evict(ids.tolist()))
+            self.pool.unname(self.index.evict(ids))
 
     def truncate(self, request: Request, num_tokens: int) -> int:
         """Give back the blocks of `request` past its first `num_tokens` tokens. Returns how many stay computed.
@@ -266,7 +268,7 @@ class KVCacheManager:
         bad = [i for i in block_ids if not NULL_BLOCK < i < self.pool.num_blocks]
         if bad:
             raise ValueError(f"block ids {bad} are not in [1, {self.pool.num_blocks})")
-        self.pool.unname(self.index.evict(block_ids))
+        self.pool.unname(self.index.evict(np.array(block_ids, np.int32)))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content. `False`, and nothing done, while any request holds a block."""
@@ -295,7 +297,7 @@ class KVCacheManager:
     def _take_sinks(self, spec: KVCacheSpec) -> np.ndarray:
         if not isinstance(spec, SinkFullAttentionSpec):
             return NO_BLOCKS
-        ids = self.pool.acquire([], spec.sink_len // spec.block_size)
+        ids = self.pool.acquire(NO_BLOCKS, spec.sink_len // spec.block_size)
         if ids is None:
             raise ValueError(
                 f"{spec.sink_len} sink tokens take {spec.sink_len // spec.block_size} blocks, but the pool has "

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxcache.core.index import HashIndex
+from jaxcache.core.index import PrefixIndex
 from jaxcache.core.managers import (
     NO_BLOCKS,
-    FullAttentionManager,
     SingleTypeKVCacheManager,
     manager_class,
 )
@@ -48,7 +47,7 @@ class KVCacheCoordinator:
     def __init__(
         self,
         groups: Sequence[KVCacheGroup],
-        index: HashIndex,
+        index: PrefixIndex,
         *,
         scheduler_block_size: int,
         max_model_len: int,
@@ -75,9 +74,10 @@ class KVCacheCoordinator:
         """The longest prefix of at most `max_length` tokens that every group can serve."""
         raise NotImplementedError
 
-    def cache_blocks(self, request: Request, num_tokens: int) -> list[int]:
+    def cache_blocks(self, request: Request, num_tokens: int) -> np.ndarray:
         """Name the full blocks of the first `num_tokens` tokens. Returns the ids that got a name."""
-        return [i for manager in self.managers for i in manager.cache_blocks(request, num_tokens)]
+        named = [manager.cache_blocks(request, num_tokens) for manager in self.managers]
+        return named[0] if len(named) == 1 else np.concatenate(named)
 
     def plan(self, request_id: str, num_tokens: int, hits: Hits, num_computed_tokens: int) -> Plan:
         plans = [m.plan(request_id, num_tokens, h, num_computed_tokens) for m, h in zip(self.managers, hits)]
@@ -133,9 +133,9 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
         del request, max_length
         return CacheHit(self.no_hits, 0)
 
-    def cache_blocks(self, request: Request, num_tokens: int) -> list[int]:
+    def cache_blocks(self, request: Request, num_tokens: int) -> np.ndarray:
         del request, num_tokens
-        return []
+        return NO_BLOCKS
 
 
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
@@ -150,65 +150,48 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
-    """Several groups: the longest hit that is one for each, found by shrinking it until nobody objects."""
+    """Several groups: the longest hit that is one for each. Each group is looked up once."""
 
-    def __init__(self, groups: Sequence[KVCacheGroup], index: HashIndex, **settings: int) -> None:
+    def __init__(self, groups: Sequence[KVCacheGroup], index: PrefixIndex, **settings: int) -> None:
         super().__init__(groups, index, **settings)
+        self._index = index
         by_spec: dict[KVCacheSpec, list[int]] = {}
         for group_id, group in enumerate(groups):
             by_spec.setdefault(group.spec, []).append(group_id)
-        # Groups of one spec hit or miss together. Full attention first: its hits only ever need trimming.
-        self._group_ids = sorted(
-            by_spec.values(), key=lambda ids: not isinstance(self.managers[ids[0]], FullAttentionManager)
-        )
+        self._kinds = list(by_spec.values())
+        """Groups of one spec hit or miss together."""
 
-    def cache_blocks(self, request: Request, num_tokens: int) -> list[int]:
+    def cache_blocks(self, request: Request, num_tokens: int) -> np.ndarray:
         """Past the last multiple of the scheduler block size no hit can end, so nothing there gets a name."""
         return super().cache_blocks(request, num_tokens // self.scheduler_block_size * self.scheduler_block_size)
 
     def find_longest_cache_hit(self, request: Request, max_length: int) -> CacheHit:
-        """A fixed point: each kind of group cuts the hit to what it can serve, until a round cuts nothing.
-
-        A prefix of a full-attention hit is one too, so such groups are looked up once. Rounds settle soon unless
-        blocks are missing here and there; if they do not, the lengths that each kind serves are listed, and the
-        longest that all have in common is it. So no group is passed over more than groups + 1 times.
-        """
-        length, limiting, rounds = max_length, None, 0
-        found: dict[int, np.ndarray] = {}
-        while True:
-            before = length
-            for group_ids in self._group_ids:
-                manager = self.managers[group_ids[0]]
-                if group_ids[0] in found and isinstance(manager, FullAttentionManager):
-                    continue
-                hits = manager.find_longest_cache_hit(request, group_ids, length)
-                found.update(zip(group_ids, hits))
-                served = hits.shape[1] * manager.block_size
-                if served + self.scheduler_block_size <= length:
-                    limiting = group_ids[0]
-                length = min(length, served)
-            if length == before:
-                break
-            rounds += 1
-            if rounds == max(1, len(self._group_ids) - 1):
-                length, limiting = self._longest_in_common(request, length, limiting)
-        blocks = [found[i][: length // m.block_size] for i, m in enumerate(self.managers)]
-        return CacheHit(blocks, length, limiting)
-
-    def _longest_in_common(self, request: Request, length: int, limiting: int | None) -> tuple[int, int | None]:
-        """The longest hit of at most `length` tokens that all kinds serve, and the group that allowed no more."""
-        served = {
-            group_ids[0]: self.managers[group_ids[0]].served_lengths(request, group_ids, length)
-            for group_ids in self._group_ids
-        }
-        longest = max(set.intersection(*served.values()))
-        if longest + self.scheduler_block_size <= length:
-            limiting = min(served, key=lambda group_id: max(served[group_id]))
-        return longest, limiting
+        """Each kind of group says at which lengths a hit can end; the longest that all have in common is it."""
+        num_steps = max_length // self.scheduler_block_size
+        common = np.ones(num_steps + 1, np.bool_)
+        resident, longest = {}, {}
+        for group_ids in self._kinds:
+            first = group_ids[0]
+            manager = self.managers[first]
+            scale = self.scheduler_block_size // manager.block_size
+            resident[first] = self._index.resident(request, group_ids, num_steps * scale)
+            served = manager.served(resident[first], num_steps * scale)[::scale]
+            longest[first] = int(np.flatnonzero(served)[-1])
+            common &= served
+        steps = int(np.flatnonzero(common)[-1])
+        num_tokens = steps * self.scheduler_block_size
+        blocks: Hits = self.no_hits
+        for group_ids in self._kinds:
+            manager = self.managers[group_ids[0]]
+            hits = manager.hit(resident[group_ids[0]], num_tokens // manager.block_size)
+            for group_id, ids in zip(group_ids, hits):
+                blocks[group_id] = ids
+        limiting = min(longest, key=lambda group_id: longest[group_id]) if steps < num_steps else None
+        return CacheHit(blocks, num_tokens, limiting)
 
 
 def make_coordinator(
-    groups: Sequence[KVCacheGroup], index: HashIndex, *, enable_caching: bool, **settings: int
+    groups: Sequence[KVCacheGroup], index: PrefixIndex, *, enable_caching: bool, **settings: int
 ) -> KVCacheCoordinator:
     """The coordinator for `groups`: none, unitary or hybrid."""
     if not enable_caching:

@@ -172,30 +172,26 @@ _NO_KEYS = ExtraKeys(None, (), None, None)
 
 
 class BlockHasher(NamedTuple):
-    """Hashes the full blocks of a request that have no hash yet."""
+    """Hashes the full blocks of a request."""
 
     block_size: int
     hash_function: HashFunction
     root: BlockHash
 
-    def __call__(self, request: Any) -> list[BlockHash]:
-        """The new hashes. `request` has `block_hashes`, `block_extra_keys` (extended here) and `num_tokens`."""
-        block_size, hash_function, _ = self
+    def __call__(self, request: Any, parent: BlockHash | None = None, start: int = 0) -> list[BlockHash]:
+        """The hashes of `request`'s full blocks from block `start` on, `parent` being that of the block before.
+
+        `request` has `all_token_ids`, `num_tokens` and `extra_keys(block_size, num_blocks)`.
+        """
+        size, hash_function, root = self
+        stop = request.num_tokens // size
+        keys = request.extra_keys(size, stop)
+        parent = root if parent is None else parent
         hashes: list[BlockHash] = []
-        parent = request.block_hashes[-1] if request.block_hashes else self.root
-        plain = not (request.adapter or request.cache_salt or request.features or request.has_embeds)
-        for start in range(
-            len(request.block_hashes) * block_size, request.num_tokens - block_size + 1, block_size
-        ):
-            end = start + block_size
-            keys = None
-            if not plain:
-                keys, request.next_feature = generate_block_hash_extra_keys(
-                    request, start, end, request.next_feature
-                )
-            request.block_extra_keys.append(keys)
-            flat = keys.flat() if keys else None
-            parent = hash_block_tokens(hash_function, parent, request.all_token_ids[start:end], flat)
+        for nth in range(start, stop):
+            flat = keys[nth].flat() if keys[nth] else None
+            tokens = request.all_token_ids[nth * size : (nth + 1) * size]
+            parent = hash_block_tokens(hash_function, parent, tokens, flat)
             hashes.append(parent)
         return hashes
 

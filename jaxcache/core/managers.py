@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from jaxcache.core.index import HashIndex
+from jaxcache.core.index import PrefixIndex
 from jaxcache.core.pool import NULL_BLOCK
 from jaxcache.core.request import Request
 from jaxcache.core.specs import (
@@ -59,7 +59,7 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
         self,
         spec: SpecT,
         group_id: int,
-        index: HashIndex,
+        index: PrefixIndex,
         *,
         alignment: int,
         max_model_len: int,
@@ -87,27 +87,33 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
         del hits
         return False
 
-    def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
-        """The blocks of the longest hit of at most `max_length` tokens that all of `group_ids` hold.
-
-        The groups have this manager's spec. int32 [len(group_ids), blocks], `NULL_BLOCK` where none is needed; the
-        hit ends at a multiple of the alignment.
-        """
+    def blocks_needed(self, num_blocks: np.ndarray) -> np.ndarray:
+        """How many blocks before its end a hit of so many blocks needs, for each entry."""
         raise NotImplementedError
 
-    def blocks_needed(self, num_tokens: int) -> int:
-        """How many blocks before its end a hit of `num_tokens` tokens needs."""
-        return num_tokens // self.block_size
+    def served(self, resident: np.ndarray, num_blocks: int) -> np.ndarray:
+        """Where a hit can end: bool, for 0, 1, ... `num_blocks` blocks.
 
-    def served_lengths(self, request: Request, group_ids: Sequence[int], max_length: int) -> set[int]:
-        """Every length of at most `max_length` tokens at which a hit can end, each block looked up once."""
-        lengths, run = {0}, 0
-        for position in range(max_length // self.block_size):
-            run = 0 if self._index.find(request, group_ids, position) is None else run + 1
-            num_tokens = (position + 1) * self.block_size
-            if num_tokens % self._alignment == 0 and run >= self.blocks_needed(num_tokens):
-                lengths.add(num_tokens)
-        return lengths
+        `resident`: what `PrefixIndex.resident` says of the groups of this kind, which hit or miss together.
+        """
+        ends = np.arange(num_blocks + 1)
+        last_miss = ends.copy()
+        last_miss[1 : resident.shape[1] + 1][(resident != NULL_BLOCK).all(axis=0)] = 0
+        run = ends - np.maximum.accumulate(last_miss)
+        return (run >= self.blocks_needed(ends)) & (ends * self.block_size % self._alignment == 0)
+
+    def hit(self, resident: np.ndarray, num_blocks: int) -> np.ndarray:
+        """The blocks of a hit of `num_blocks`: int32 `[groups, num_blocks]`, `NULL_BLOCK` where none is needed."""
+        blocks = np.full((len(resident), num_blocks), NULL_BLOCK, np.int32)
+        first = num_blocks - int(self.blocks_needed(np.array(num_blocks)))
+        blocks[:, first:] = resident[:, first:num_blocks]
+        return blocks
+
+    def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
+        """The longest hit of at most `max_length` tokens that all of `group_ids` serve; they have this kind."""
+        num_blocks = max_length // self.block_size
+        resident = self._index.resident(request, group_ids, num_blocks)
+        return self.hit(resident, int(np.flatnonzero(self.served(resident, num_blocks))[-1]))
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Leading tokens that the next token does not attend to."""
@@ -158,18 +164,20 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
         del num_tokens
         self.tables.setdefault(request_id, BlockTable()).extend(ids)
 
-    def cache_blocks(self, request: Request, num_tokens: int) -> list[int]:
+    def cache_blocks(self, request: Request, num_tokens: int) -> np.ndarray:
         """Name the blocks of the first `num_tokens` tokens that are full. Returns the ids that got a name."""
         start = self.num_cached_blocks.get(request.request_id, 0)
         stop = num_tokens // self.block_size
         if start >= stop:
-            return []
-        ids = self.block_ids(request.request_id)[start:stop]
+            return NO_BLOCKS
+        table = self.block_ids(request.request_id)
+        ids = table[start:stop]
         mask = self.cacheable(start, stop)
         if mask is not None:
             ids = np.where(mask, ids, NULL_BLOCK)
         self.num_cached_blocks[request.request_id] = stop
-        return self._index.insert(request, self.group_id, start, ids.tolist())
+        previous = int(table[start - 1]) if start else NULL_BLOCK
+        return self._index.insert(request, self.group_id, start, ids, previous)
 
     def uncache_blocks(self, request_id: str, num_tokens: int) -> np.ndarray:
         """Forget that blocks past the first `num_tokens` tokens were named. Returns the ids of those blocks."""
@@ -230,10 +238,14 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
 class FullAttentionManager(SingleTypeKVCacheManager[FullAttentionSpec]):
     """A hit is a run of blocks from the first token on. Nothing is ever skipped."""
 
+    def blocks_needed(self, num_blocks: np.ndarray) -> np.ndarray:
+        return num_blocks
+
     def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
-        hits = self._index.match(request, group_ids, 0, max_length // self.block_size)
-        aligned = hits.shape[1] * self.block_size // self._alignment * self._alignment
-        return hits[:, : aligned // self.block_size]
+        resident = self._index.resident(request, group_ids, max_length // self.block_size)
+        holes = (resident == NULL_BLOCK).any(axis=0)
+        run = int(holes.argmax()) if holes.any() else len(holes)
+        return resident[:, : run * self.block_size // self._alignment * self._alignment // self.block_size]
 
 
 class SlidingWindowManager(SingleTypeKVCacheManager[SlidingWindowSpec]):
@@ -243,27 +255,8 @@ class SlidingWindowManager(SingleTypeKVCacheManager[SlidingWindowSpec]):
     def _window_blocks(self) -> int:
         return ceil_div(self.spec.sliding_window - 1, self.block_size)
 
-    def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
-        num_blocks = max_length // self.block_size
-        found = np.full((len(group_ids), num_blocks), NULL_BLOCK, np.int32)
-        run = 0
-        for position in reversed(range(num_blocks)):
-            blocks = self._index.find(request, group_ids, position)
-            if blocks is None:
-                run = 0
-                continue
-            if run == 0 and (position + 1) * self.block_size % self._alignment:
-                continue
-            found[:, position] = blocks
-            run += 1
-            if run >= self._window_blocks:
-                return found[:, : position + run]
-        # A run from the very first token needs nothing before it.
-        aligned = run * self.block_size // self._alignment * self._alignment
-        return found[:, : aligned // self.block_size]
-
-    def blocks_needed(self, num_tokens: int) -> int:
-        return min(max(self._window_blocks, 1), num_tokens // self.block_size)
+    def blocks_needed(self, num_blocks: np.ndarray) -> np.ndarray:
+        return np.minimum(max(self._window_blocks, 1), num_blocks)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.spec.sliding_window + 1)
@@ -280,7 +273,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager[ChunkedLocalAttentio
     """A hit needs only the blocks of the chunk that the next token is in."""
 
     def __init__(
-        self, spec: ChunkedLocalAttentionSpec, group_id: int, index: HashIndex, *, alignment: int, **limits: int
+        self, spec: ChunkedLocalAttentionSpec, group_id: int, index: PrefixIndex, *, alignment: int, **limits: int
     ) -> None:
         if alignment != spec.block_size:
             raise ValueError(
@@ -289,14 +282,9 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager[ChunkedLocalAttentio
             )
         super().__init__(spec, group_id, index, alignment=alignment, **limits)
 
-    def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
-        first = self._chunk_start(max_length) // self.block_size
-        run = self._index.match(request, group_ids, first, max_length // self.block_size)
-        nulls = np.full((len(group_ids), first), NULL_BLOCK, np.int32)
-        return np.concatenate([nulls, run], axis=1)
-
-    def blocks_needed(self, num_tokens: int) -> int:
-        return (num_tokens - self._chunk_start(num_tokens)) // self.block_size
+    def blocks_needed(self, num_blocks: np.ndarray) -> np.ndarray:
+        num_tokens = num_blocks * self.block_size
+        return num_tokens % self.spec.attention_chunk_size // self.block_size
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return self._chunk_start(num_computed_tokens)
@@ -315,18 +303,8 @@ class RecurrentManager(SingleTypeKVCacheManager[RecurrentSpec]):
     def new_step_starts(self) -> None:
         self._named_in_step.clear()
 
-    def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
-        for position in reversed(range(max_length // self.block_size)):
-            if (position + 1) * self.block_size % self._alignment == 0:
-                blocks = self._index.find(request, group_ids, position)
-                if blocks is not None:
-                    found = np.full((len(group_ids), position + 1), NULL_BLOCK, np.int32)
-                    found[:, position] = blocks
-                    return found
-        return np.zeros((len(group_ids), 0), np.int32)
-
-    def blocks_needed(self, num_tokens: int) -> int:
-        return min(1, num_tokens // self.block_size)
+    def blocks_needed(self, num_blocks: np.ndarray) -> np.ndarray:
+        return np.minimum(1, num_blocks)
 
     def must_wait(self, hits: np.ndarray) -> bool:
         """A state is read before the step writes any, so one that this step computes is not there yet."""
@@ -349,9 +327,9 @@ class RecurrentManager(SingleTypeKVCacheManager[RecurrentSpec]):
         table.extend(np.full(max(between, 0), NULL_BLOCK, np.int32))
         table.extend(ids)
 
-    def cache_blocks(self, request: Request, num_tokens: int) -> list[int]:
+    def cache_blocks(self, request: Request, num_tokens: int) -> np.ndarray:
         named = super().cache_blocks(request, num_tokens)
-        self._named_in_step.update(named)
+        self._named_in_step.update(named.tolist())
         return named
 
 
@@ -369,7 +347,7 @@ class CrossAttentionManager(SingleTypeKVCacheManager[CrossAttentionSpec]):
         self.num_encoder_tokens: dict[str, int] = {}
         """Set for each request before it is admitted."""
 
-    def find_longest_cache_hit(self, request: Request, group_ids: Sequence[int], max_length: int) -> np.ndarray:
+    def blocks_needed(self, num_blocks: np.ndarray) -> np.ndarray:
         raise ValueError("cross attention is never cached: switch enable_prefix_caching off for this model")
 
     def pop(self, request_id: str) -> np.ndarray:

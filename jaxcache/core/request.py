@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxcache.core.hashing import BlockHash, BlockHasher, ExtraKeys, MultiModalFeature
+from jaxcache.core.hashing import (
+    BlockHash,
+    BlockHasher,
+    ExtraKeys,
+    MultiModalFeature,
+    generate_block_hash_extra_keys,
+)
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -173,13 +179,12 @@ class Request:
         self.num_preemptions = 0
         self.error: str | None = None
 
-        self.block_hashes: list[BlockHash] = []
-        self.block_extra_keys: list[ExtraKeys | None] = []
-        self.next_feature = 0
+        self.block_hasher = block_hasher
         self.records: dict[int, list[Any]] = {}
-        """The index's exact records of this request's blocks, by block size (`core.index`)."""
-        self._block_hasher = block_hasher
-        self.update_block_hashes()
+        """`HashIndex`'s exact records of this request's blocks, by block size."""
+        self._block_hashes: list[BlockHash] = []
+        self._extra_keys: dict[int, tuple[list[ExtraKeys | None], int]] = {}
+        """By block size: the keys of the first blocks, and the first feature that is not finished there."""
 
     @property
     def num_tokens(self) -> int:
@@ -213,13 +218,45 @@ class Request:
             return None
         return hashlib.sha256(np.ascontiguousarray(self.prompt_embeds[start:end]).tobytes()).digest()
 
+    @property
+    def block_hashes(self) -> list[BlockHash]:
+        """Of all full blocks, brought up to date when asked for; empty without a hasher."""
+        self.update_block_hashes()
+        return self._block_hashes
+
+    @property
+    def block_extra_keys(self) -> list[ExtraKeys | None]:
+        """What entered each of the `block_hashes` besides tokens."""
+        if self.block_hasher is None:
+            return []
+        return self.extra_keys(self.block_hasher.block_size, len(self._block_hashes))
+
+    def extra_keys(self, block_size: int, num_blocks: int) -> list[ExtraKeys | None]:
+        """What the content of each of the first `num_blocks` blocks depends on besides tokens (see `hashing`)."""
+        if not self.has_extra_keys:
+            return [None] * num_blocks
+        keys, feature = self._extra_keys.get(block_size, ([], 0))
+        for start in range(len(keys) * block_size, num_blocks * block_size, block_size):
+            one, feature = generate_block_hash_extra_keys(self, start, start + block_size, feature)
+            keys.append(one)
+        self._extra_keys[block_size] = keys, feature
+        return keys[:num_blocks]
+
+    @property
+    def has_extra_keys(self) -> bool:
+        return bool(self.adapter or self.cache_salt or self.features or self.has_embeds)
+
+    @property
+    def only_tokens(self) -> bool:
+        """Whether within its namespace the content of its blocks depends on tokens alone."""
+        return not self.features and self.prompt_embeds is None
+
     def append_output_token_ids(self, token_ids: int | Iterable[int]) -> None:
-        """Append generated tokens; blocks that became full get their hash."""
+        """Append generated tokens."""
         if isinstance(token_ids, int):
             self.all_token_ids.append(token_ids)
         else:
             self.all_token_ids.extend(pack_token_ids(token_ids, self.vocab_size, "output"))
-        self.update_block_hashes()
 
     def truncate(self, num_tokens: int) -> None:
         """Forget all tokens past the first `num_tokens`, and the hashes of the blocks that they were in."""
@@ -227,17 +264,20 @@ class Request:
             raise ValueError(f"cannot keep {num_tokens} of {self.num_tokens} tokens")
         del self.all_token_ids[num_tokens:]
         self.num_prompt_tokens = min(self.num_prompt_tokens, num_tokens)
-        if self._block_hasher is not None:
-            full = num_tokens // self._block_hasher.block_size
-            del self.block_hashes[full:], self.block_extra_keys[full:]
-            self.next_feature = 0
+        if self.block_hasher is not None:
+            del self._block_hashes[num_tokens // self.block_hasher.block_size :]
+        for block_size, (keys, _) in self._extra_keys.items():
+            self._extra_keys[block_size] = keys[: num_tokens // block_size], 0
         for block_size, records in self.records.items():
             del records[num_tokens // block_size :]
 
     def update_block_hashes(self) -> None:
         """Hash the full blocks that have no hash yet. Without a hasher there are none."""
-        if self._block_hasher is not None:
-            self.block_hashes += self._block_hasher(self)
+        if self.block_hasher is None:
+            return
+        done, full = len(self._block_hashes), self.num_tokens // self.block_hasher.block_size
+        if done < full:
+            self._block_hashes += self.block_hasher(self, self._block_hashes[-1] if done else None, done)
 
     def get_skip_reading_prefix_cache(self) -> bool:
         """Whether every prompt position must be computed, so that nothing may be taken from the cache.

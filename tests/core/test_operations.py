@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from jaxcache.core.cache_manager import KVCacheManager
+from jaxcache.core.hash_index import HashIndex
 from jaxcache.core.hashing import get_request_block_hasher
+from jaxcache.core.index import IndexFactory
+from jaxcache.core.radix_index import RadixIndex
 from jaxcache.core.request import Request, RequestStatus
 from jaxcache.core.specs import (
     ChunkedLocalAttentionSpec,
@@ -38,7 +41,7 @@ def make_spec(group: dict) -> KVCacheSpec:
 class Driver:
     """Does what each recorded operation says, and answers in the recording's terms."""
 
-    def __init__(self, config: dict) -> None:
+    def __init__(self, config: dict, index: IndexFactory) -> None:
         self.manager = KVCacheManager(
             [KVCacheGroup(make_spec(group)) for group in config["groups"]],
             config["num_blocks"],
@@ -46,6 +49,7 @@ class Driver:
             max_num_batched_tokens=config["max_num_batched_tokens"],
             enable_caching=config["enable_caching"],
             watermark=config["watermark"],
+            index=index,
         )
         self.hasher = None
         if config["enable_caching"]:
@@ -111,9 +115,10 @@ def describe(sequence: dict) -> str:
     return f"{groups}-{sequence['config']['num_blocks']}"
 
 
+@pytest.mark.parametrize("index", [RadixIndex, HashIndex])
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=map(describe, SEQUENCES))
-def test_operations_give_the_reference_block_ids(sequence):
-    driver = Driver(sequence["config"])
+def test_operations_give_the_reference_block_ids(sequence, index):
+    driver = Driver(sequence["config"], index)
     for nth, operation in enumerate(sequence["ops"]):
         assert driver(operation) == operation["result"], (nth, operation)
         assert driver.manager.pool.num_free == operation["free"], (nth, operation)

@@ -180,12 +180,9 @@ class KVCacheManager:
             num_tokens = min(request.num_tokens, self.max_model_len)
             whole = self.coordinator.plan_admission(name, num_tokens, hits, num_computed)
             headroom = max(headroom, watermark + whole - plan.num_new)
-        ids = self.pool.acquire(plan.held_hits, plan.num_new, headroom)
+        ids = self._take(plan.held_hits, plan.num_new, headroom)
         if ids is None:
             return None
-        if self.observer is not None:
-            self.observer.allocated(plan.held_hits, ids, self.index.fingerprints(ids).tolist())
-        self.num_evicted_blocks += len(self.index.evict(ids))
         if any(len(group_hits) for group_hits in hits):
             self.coordinator.add_hits(name, hits, num_computed)
         new_blocks = KVCacheBlocks(self.coordinator.add_blocks(name, plan.new_blocks, ids, num_slots))
@@ -193,6 +190,39 @@ class KVCacheManager:
             self.cache_blocks(request, min(num_computed + num_new_tokens, request.num_tokens))
         request.quiet_until = self.coordinator.quiet_until(name, num_computed + num_new_tokens, num_computed)
         return new_blocks
+
+    def allocate_decodes(self, requests: Sequence[Request]) -> bool:
+        """Blocks for the last token of each of `requests`, all others being computed: `allocate_slots` in one go.
+
+        `False`, and nothing done, if they do not all fit, or where blocks are dropped on the way.
+        """
+        if not self.coordinator.keeps_everything:
+            return False
+        managers = self.coordinator.managers
+        lacking = [(m, r.request_id) for r in requests for m in managers if m.lacks_block(r)]
+        if lacking:
+            ids = self._take(NO_BLOCKS, len(lacking))
+            if ids is None:
+                return False
+            for nth, (manager, request_id) in enumerate(lacking):
+                manager.add_blocks(request_id, ids[nth : nth + 1], 0)
+        for request in requests:
+            num_tokens = request.num_tokens
+            fills_block = [num_tokens % manager.block_size == 0 for manager in managers]
+            if any(fills_block):
+                self.cache_blocks(request, num_tokens)
+            ends = [num_tokens - (num_tokens + 1) % -manager.block_size for manager in managers]
+            request.quiet_until = num_tokens if any(fills_block) else min(ends)
+        return True
+
+    def _take(self, hits: np.ndarray, n: int, headroom: int = 0) -> np.ndarray | None:
+        """Hold `hits` and take `n` blocks, which lose their names; `None` if they are not there."""
+        ids = self.pool.acquire(hits, n, headroom)
+        if ids is not None:
+            if self.observer is not None:
+                self.observer.allocated(hits, ids, self.index.fingerprints(ids).tolist())
+            self.num_evicted_blocks += len(self.index.evict(ids))
+        return ids
 
     def _would_race(self, hits: Sequence[np.ndarray], num_new_tokens: int) -> bool:
         """Whether a request of one row would read blocks that the step being planned only just writes.

@@ -11,6 +11,7 @@ import numpy as np
 from jaxcache.core.index import PrefixIndex
 from jaxcache.core.managers import (
     NO_BLOCKS,
+    FullAttentionManager,
     SingleTypeKVCacheManager,
     manager_class,
 )
@@ -67,6 +68,11 @@ class KVCacheCoordinator:
         ]
 
     @property
+    def keeps_everything(self) -> bool:
+        """Whether all groups have full attention: a sequence only ever adds blocks at its end."""
+        return all(isinstance(manager, FullAttentionManager) for manager in self.managers)
+
+    @property
     def no_hits(self) -> Hits:
         return [NO_BLOCKS] * len(self.managers)
 
@@ -95,7 +101,7 @@ class KVCacheCoordinator:
 
     def add_blocks(self, request_id: str, new_blocks: list[int], ids: np.ndarray, num_tokens: int) -> Hits:
         """Hand out freshly allocated `ids`, group after group. Returns them per group."""
-        parts = np.split(ids, np.cumsum(new_blocks)[:-1]) if new_blocks else []
+        parts = [ids] if len(new_blocks) == 1 else np.split(ids, np.cumsum(new_blocks)[:-1]) if new_blocks else []
         for manager, part in zip(self.managers, parts):
             manager.add_blocks(request_id, part, num_tokens)
         return parts

@@ -151,6 +151,10 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
         most = self.spec.max_blocks(self._max_model_len, self._max_num_batched_tokens)
         return self.plan(request_id, min(num_tokens, most * self.block_size), hits, num_computed_tokens)[0]
 
+    def lacks_block(self, request: Request) -> bool:
+        """Whether the request's known tokens need a block more than it has."""
+        return request.num_tokens > self.tables[request.request_id].num_blocks * self.block_size
+
     def add_hits(self, request_id: str, hits: np.ndarray, num_computed_tokens: int) -> None:
         """Begin the request's table with its hits, which have been touched."""
         table = self.tables.setdefault(request_id, BlockTable())

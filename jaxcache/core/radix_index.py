@@ -1,8 +1,8 @@
 """A compressed radix tree over blocks of tokens: look-up, naming and eviction in runs, exact by construction.
 
-A node is a run of blocks: their packed tokens, what else their content depends on, and for each group the block ids
-that hold them (0: a hole, nobody holds it). Children differ in their first block. Adapter and salt choose the root,
-so what must not be shared cannot meet. Back pointers, three integers per block, lead from a block id to its run.
+A node is a run of blocks: their packed tokens, what else their content depends on, and for each group the ids of
+the blocks that hold them (0: a hole, nobody holds it). Children differ in their first block. Adapter and salt choose
+the root, so what must not be shared cannot meet. Three integers per block lead from a block id back to its run.
 
 Each thing that happens to a request touches a few runs, not its blocks one by one: a look-up compares bytes, a
 prompt that was never seen adds one run, generated blocks lengthen the run at the end of their chain in place, and
@@ -515,7 +515,7 @@ class RadixIndex:
         for one in _unfinished(tree, run, "hashes"):
             before = one.parent
             assert before is not None
-            tokens = array("i", bytes(one.tokens))
+            tokens = array("I", bytes(one.tokens))
             adapter, _, salt = _root(one).namespace
             for nth in range(len(one.hashes), len(tokens) // tree.block_size):
                 block_hash = (

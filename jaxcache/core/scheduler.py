@@ -122,7 +122,8 @@ class Scheduler:
         """Plan a step: requests that run come first, then those that wait, unless running ones lacked blocks."""
         self.kv.new_step_starts()
         plan = StepPlan(self.config.max_num_batched_tokens)
-        self._schedule_running(plan)
+        if not self._schedule_decodes(plan):
+            self._schedule_running(plan)
         if not plan.preempted:
             self._schedule_waiting(plan)
         return plan
@@ -169,15 +170,31 @@ class Scheduler:
             f"{self.kv.pool.num_free} of {self.kv.num_usable} blocks free"
         )
 
+    def _schedule_decodes(self, plan: StepPlan) -> bool:
+        """Plan one token for each running request, in one go. `False`, and nothing done, if that is not all there is.
+
+        Most requests need nothing at most steps (`Request.quiet_until`); the others get their blocks together.
+        """
+        if len(self.running) > plan.budget:
+            return False
+        scheduled, due = [], []
+        for request in self.running:
+            start, stop = request.num_computed_tokens, len(request.all_token_ids)
+            if stop != start + 1:
+                return False
+            scheduled.append(ScheduledTokens(request, start, stop))
+            if stop > request.quiet_until:
+                due.append(request)
+        if due and not self.kv.allocate_decodes(due):
+            return False
+        plan.scheduled = scheduled
+        plan.budget -= len(scheduled)
+        return True
+
     def _schedule_running(self, plan: StepPlan) -> None:
         for request in list(self.running):
             if plan.budget == 0:
                 return
-            start, stop = request.num_computed_tokens, request.num_tokens
-            if stop == start + 1 and stop <= request.quiet_until and request.status is RequestStatus.RUNNING:
-                plan.scheduled.append(ScheduledTokens(request, start, stop))
-                plan.budget -= 1
-                continue
             num_tokens = self._chunk(request, request.num_computed_tokens, plan)
             if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
                 continue

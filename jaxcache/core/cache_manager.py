@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -215,14 +216,33 @@ class KVCacheManager:
             request.quiet_until = num_tokens if any(fills_block) else min(ends)
         return True
 
+    def adopt_decodes(self, requests: Sequence[Request], new_blocks: np.ndarray, pool_state: Any) -> None:
+        """Take over what a device call did that let each of `requests` grow, and allocated from the pool itself.
+
+        `new_blocks`: int32 `[steps, requests]`, the block that each got in each step, `NULL_BLOCK` for none. The
+        tokens are appended and computed. One group of full attention.
+        """
+        (manager,) = self.coordinator.managers
+        ids = new_blocks[new_blocks != NULL_BLOCK]
+        self._forget(ids)
+        self.pool.adopt(pool_state)
+        for request, own in zip(requests, new_blocks.T):
+            manager.add_blocks(request.request_id, own[own != NULL_BLOCK], 0)
+            request.quiet_until = 0
+            self.cache_blocks(request, request.num_computed_tokens)
+
     def _take(self, hits: np.ndarray, n: int, headroom: int = 0) -> np.ndarray | None:
         """Hold `hits` and take `n` blocks, which lose their names; `None` if they are not there."""
         ids = self.pool.acquire(hits, n, headroom)
         if ids is not None:
-            if self.observer is not None:
-                self.observer.allocated(hits, ids, self.index.fingerprints(ids).tolist())
-            self.num_evicted_blocks += len(self.index.evict(ids))
+            self._forget(ids, hits)
         return ids
+
+    def _forget(self, taken: np.ndarray, hits: np.ndarray = NO_BLOCKS) -> None:
+        """`taken` were allocated (and `hits` held with them): what they held before can be found no more."""
+        if self.observer is not None:
+            self.observer.allocated(hits, taken, self.index.fingerprints(taken).tolist())
+        self.num_evicted_blocks += len(self.index.evict(taken))
 
     def _would_race(self, hits: Sequence[np.ndarray], num_new_tokens: int) -> bool:
         """Whether a request of one row would read blocks that the step being planned only just writes.
@@ -335,10 +355,10 @@ class KVCacheManager:
             )
         return ids
 
-    def warmup(self) -> None:
-        """Compile the pool transitions for requests of all lengths. Changes nothing."""
+    def warmup(self, num_requests: int = 1) -> None:
+        """Compile the pool transitions for requests of all lengths, so many growing at once. Changes nothing."""
         longest = sum(-(-self.max_model_len // group.spec.block_size) for group in self.groups)
-        self.pool.warmup(longest)
+        self.pool.warmup(max(longest, num_requests * len(self.groups)))
 
     def get_block_ids(self, request_id: str) -> list[list[int]]:
         """The request's block table per group; 0 where it holds no block."""

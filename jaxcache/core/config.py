@@ -63,12 +63,15 @@ class SchedulerConfig:
     """Share of all blocks kept free when a request is admitted beside others, so that those can grow."""
     reserve_full_sequence: bool = True
     """Admit a prompt only when all of it fits, even if it is computed in chunks."""
+    decode_steps: int = 1
+    """Tokens per request that one device call may generate while nobody waits and nothing else is to do."""
 
     def __post_init__(self) -> None:
         _positive(self, "max_num_seqs")
         _positive(self, "max_num_batched_tokens")
         _positive(self, "max_model_len", optional=True)
         _positive(self, "long_prefill_token_threshold", minimum=0)
+        _positive(self, "decode_steps")
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"SchedulerConfig.policy must be 'fcfs' or 'priority', got {self.policy!r}")
         if not isinstance(self.watermark, int | float) or not 0.0 <= self.watermark < 1.0:

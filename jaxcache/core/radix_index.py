@@ -1,8 +1,8 @@
 """A compressed radix tree over blocks of tokens: look-up, naming and eviction in runs, exact by construction.
 
 A node is a run of blocks: their packed tokens, what else their content depends on, and for each group the ids of
-the blocks that hold them (0: a hole, nobody holds it). Children differ in their first block. Adapter and salt choose
-the root, so what must not be shared cannot meet. Three integers per block lead from a block id back to its run.
+the blocks that hold them (0: a hole, nobody holds it). Children differ in their first block. Adapter and salt
+choose the root, so what must not be shared cannot meet. Three integers per block lead from a block id to its run.
 
 Each thing that happens to a request touches a few runs, not its blocks one by one: a look-up compares bytes, a
 prompt that was never seen adds one run, generated blocks lengthen the run at the end of their chain in place, and
@@ -31,8 +31,11 @@ NOWHERE = -1
 
 Namespace = tuple[str | None, int | None, str | None]
 """Adapter, its version, salt (`Request.namespace`)."""
-BlockKeys = tuple[tuple[tuple[tuple[str, int], ...], bytes | None], ...] | None
-"""Features and digest of embeddings in each hash block of a block; `None` where tokens are all."""
+HashBlockKeys = tuple[tuple[tuple[str, int], ...], bytes | None]
+"""Features and digest of embeddings."""
+BlockKeys = tuple[HashBlockKeys, ...] | None
+"""Of each hash block in a block; `None` where tokens are all."""
+NO_KEYS: HashBlockKeys = ((), None)
 
 
 FirstBlock = bytes | tuple[bytes, BlockKeys]
@@ -117,9 +120,9 @@ class Tree:
             return None
         scale = self.hash_blocks
         extra = request.extra_keys(self.hash_block_size, num_blocks * scale)
-        fine = [(keys.features, keys.embeds) if keys else ((), None) for keys in extra]
+        fine: list[HashBlockKeys] = [(keys.features, keys.embeds) if keys else NO_KEYS for keys in extra]
         coarse = [tuple(fine[nth : nth + scale]) for nth in range(0, len(fine), scale)]
-        return [None if all(keys == ((), None) for keys in one) else one for one in coarse]
+        return [None if all(keys == NO_KEYS for keys in one) else one for one in coarse]
 
 
 class Content:
@@ -429,9 +432,8 @@ class RadixIndex:
                     return
                 continue
             length = len(run.tokens) // tree.stride
-            holes = np.argmax(run.ids[:, :length].any(axis=0)[::-1])
-            if holes:
-                kept = length - int(holes)
+            kept = int(np.flatnonzero(np.any(run.ids[:, :length], axis=0))[-1]) + 1
+            if kept < length:
                 del run.tokens[kept * tree.stride :], run.hashes[kept:], run.marks[kept:]
                 if run.keys is not None:
                     del run.keys[kept:]
@@ -521,9 +523,9 @@ class RadixIndex:
                 block_hash = (
                     one.hashes[-1] if one.hashes else before.hashes[-1] if before.tokens else self._hasher.root
                 )
-                keys = one.keys and one.keys[nth]
+                keys = one.keys[nth] if one.keys else None
                 for part in range(nth * scale, (nth + 1) * scale):
-                    features, embeds = keys[part - nth * scale] if keys else ((), None)
+                    features, embeds = keys[part - nth * scale] if keys else NO_KEYS
                     extra = ExtraKeys(adapter, features, salt if one.start == part == 0 else None, embeds)
                     piece = tokens[part * size : (part + 1) * size]
                     block_hash = hash_block_tokens(self._hasher.hash_function, block_hash, piece, extra.flat())
@@ -572,7 +574,9 @@ def _root(run: Run) -> Root:
 def _add_keys(run: Run, keys: list[BlockKeys] | None, length: int, more: int) -> None:
     """`run` of `length` blocks gets `more`, with `keys`."""
     if keys is not None or run.keys is not None:
-        run.keys = (run.keys or [None] * length) + (keys or [None] * more)
+        before: list[BlockKeys] = run.keys or [None] * length
+        after: list[BlockKeys] = keys or [None] * more
+        run.keys = before + after
 
 
 def _unfinished(tree: Tree, run: Run, what: str) -> list[Run]:

@@ -128,6 +128,17 @@ class Scheduler:
             self._schedule_waiting(plan)
         return plan
 
+    def plan_of_decodes(self) -> StepPlan | None:
+        """One token for each running request, without blocks for it, if that is all that there is to do."""
+        if self.waiting or not self.running:
+            return None
+        plan = StepPlan(self.config.max_num_batched_tokens)
+        for request in self.running:
+            if request.num_tokens != request.num_computed_tokens + 1:
+                return None
+            plan.add(request, 1)
+        return plan if plan.budget >= 0 else None
+
     def commit(self, plan: StepPlan) -> None:
         """The planned step was computed."""
         for entry in plan.scheduled:
@@ -171,7 +182,7 @@ class Scheduler:
         )
 
     def _schedule_decodes(self, plan: StepPlan) -> bool:
-        """Plan one token for each running request, in one go. `False`, and nothing done, if that is not all there is.
+        """Plan one token for each running request, all together. `False`, nothing done, if there is more to do.
 
         Most requests need nothing at most steps (`Request.quiet_until`); the others get their blocks together.
         """

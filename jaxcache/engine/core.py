@@ -17,7 +17,8 @@ from jaxcache.core.scheduler import ScheduledTokens, Scheduler, StepPlan
 from jaxcache.engine.adapters import AdapterTable, LoadedAdapter
 from jaxcache.engine.groups import kv_cache_groups
 from jaxcache.engine.inputs import PlacedRows, PromptInputs, rows_between
-from jaxcache.engine.runner import ModelRunner, SampledRow, StepResult, TokenLogprobs
+from jaxcache.engine.multi_step import MAX_ENDING_IDS
+from jaxcache.engine.runner import ModelRunner, RunningSequence, SampledRow, StepResult, TokenLogprobs
 from jaxcache.engine.sampling_params import SamplingParams
 from jaxcache.engine.step_inputs import SequenceSlice
 from jaxcache.models.lora import LoRAAdapter
@@ -118,6 +119,9 @@ class EngineCore:
             self._block_hasher = get_request_block_hasher(
                 self.kv.hash_block_size, cache.prefix_caching_hash_algo, cache.hash_seed
             )
+        if scheduler.decode_steps > 1 and not (len(self.kv.groups) == 1 and self.kv.coordinator.keeps_everything):
+            logger.warning("decode_steps is 1 for this model: it needs one KV-cache group, of full attention")
+            scheduler = replace(scheduler, decode_steps=1)
         self.scheduler = Scheduler(self.kv, scheduler)
         self._requests: dict[str, CoreRequest] = {}
         self._idle_steps = 0
@@ -203,7 +207,9 @@ class EngineCore:
     # One step
 
     def step(self) -> list[CoreOutput]:
-        """Compute one step. Returns what it did for each request that got a token or ended."""
+        """Compute one step, or a few where that is the same. Returns what it did, token by token."""
+        if outputs := self._generate_ahead():
+            return outputs
         plan = self.scheduler.schedule()
         outputs = [CoreOutput(request, finished=True) for request in plan.refused]
         for request in plan.refused:
@@ -245,6 +251,51 @@ class EngineCore:
         except BaseException as error:
             self._abandon(plan, error)
             raise
+
+    def _generate_ahead(self) -> list[CoreOutput]:
+        """Several steps of one token per request in one device call, if nothing else is to do; else nothing."""
+        num_steps = self.scheduler.config.decode_steps
+        plan = self.scheduler.plan_of_decodes() if num_steps > 1 else None
+        if plan is None:
+            return []
+        requests = [entry.request for entry in plan.scheduled]
+        entries = [self._requests[request.request_id] for request in requests]
+        if not all(self._can_loop(entry) for entry in entries):
+            return []
+        running = [
+            RunningSequence(
+                SampledRow(entry.params, entry.seed, ()),
+                entry.request.all_token_ids[-1],
+                entry.request.num_tokens,
+                self.kv.coordinator.block_ids(entry.request.request_id)[0],
+                min(entry.request.num_prompt_tokens + entry.request.max_tokens, self.kv.max_model_len),
+                entry.ending_ids,
+                0 if entry.adapter is None else entry.adapter.slot,
+            )
+            for entry in entries
+        ]
+        try:
+            tokens, new_blocks, pool_state = self.runner.run_steps(running, self.kv.pool, num_steps)
+        except BaseException as error:
+            self._abandon(plan, error)
+            raise
+        outputs = []
+        for nth, row in enumerate(tokens.tolist()):
+            if nth == len(tokens) - 1:  # whatever ends, ends now: all before is computed and can be found
+                for request in requests:
+                    request.num_computed_tokens += len(tokens)
+                self.kv.adopt_decodes(requests, new_blocks, pool_state)
+            for request, token in zip(requests, row):
+                request.append_output_token_ids(token)
+                outputs.append(self._output(request, token, None))
+        return outputs
+
+    def _can_loop(self, entry: CoreRequest) -> bool:
+        """Whether nobody has to look at the request between its tokens."""
+        params, request = entry.params, entry.request
+        held_back = params.suppressed_ids(self.eos_token_ids, request.num_output_tokens)
+        few = len(entry.ending_ids) <= MAX_ENDING_IDS
+        return few and not (held_back or params.stop or params.logprobs is not None or request.pooling)
 
     def _slice(self, entry: ScheduledTokens) -> SequenceSlice:
         block_ids = self.kv.coordinator.block_ids(entry.request.request_id)

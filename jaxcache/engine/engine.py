@@ -305,7 +305,9 @@ class Engine:
         `embeds`: also what steps with features or prompt embeddings need, which otherwise compile when they come.
         """
         self.runner.warmup(progress, embeds=embeds)
-        self.core.kv.warmup()
+        self.core.kv.warmup(self.core.scheduler.config.max_num_seqs)
+        if (num_steps := self.core.scheduler.config.decode_steps) > 1:
+            self.runner.warmup_steps(self.core.kv.pool, num_steps)
 
     def load_adapter(
         self, name: str, adapter: str | Path | LoRAAdapter, *, replace: bool = False

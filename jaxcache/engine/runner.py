@@ -1,6 +1,6 @@
 """Runs planned steps on the device: parameters, the KV array, and one compiled function per shape."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -10,7 +10,9 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
+from jaxcache.core.block_pool import BlockPool
 from jaxcache.engine.groups import kv_cache_groups, make_cache
+from jaxcache.engine.multi_step import Sequences, decode_steps, sequences
 from jaxcache.engine.sampling import SamplingInputs, sample, token_logprobs, top_logprobs
 from jaxcache.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxcache.engine.step_inputs import (
@@ -53,6 +55,22 @@ class SampledRow(NamedTuple):
     params: SamplingParams
     seed: int
     suppressed: Sequence[int]
+
+
+class RunningSequence(NamedTuple):
+    """A sequence that generates: all its tokens but the last are computed."""
+
+    sampling: SampledRow
+    last_token: int
+    length: int
+    """Tokens known."""
+    block_ids: np.ndarray
+    """int32, its block table."""
+    full_at: int
+    """The length at which it ends."""
+    ending_ids: Collection[int]
+    adapter: int
+    """The slot of its adapter, 0 for none."""
 
 
 class StepResult(NamedTuple):
@@ -204,6 +222,53 @@ class ModelRunner:
         return StepResult(
             np.asarray(tokens)[:n], np.asarray(logprobs)[:n], hidden, np.asarray(step[0].query_start[:n])
         )
+
+    def run_steps(
+        self, running: Sequence[RunningSequence], pool: BlockPool, num_steps: int
+    ) -> tuple[np.ndarray, np.ndarray, Any]:
+        """Up to `num_steps` tokens for each, until one ends or `pool` has too few free blocks.
+
+        Returns tokens and newly allocated blocks, int32 `[steps, sequences]` (blocks: 0 for none), and the pool's
+        next state, which is not the pool's yet.
+        """
+        size = self.buckets.fit(len(running), len(running)).num_seqs
+        seqs = sequences([one[1:6] for one in running], size, self._table_width)
+        sampled = [one.sampling for one in running]
+        positions = [0] * len(running)
+        sampling = SamplingInputs.build(
+            [row.params for row in sampled], [row.seed for row in sampled], positions, size
+        )
+        return self._generate(seqs, sampling, [one.adapter for one in running], pool, num_steps)
+
+    def _generate(
+        self, seqs: Sequences, sampling: SamplingInputs, slots: Sequence[int], pool: BlockPool, num_steps: int
+    ) -> tuple[np.ndarray, np.ndarray, Any]:
+        rows = None
+        if self.lora is not None:
+            adapter: Any = np.array([*slots, *[0] * (len(seqs.lengths) - len(slots))], np.int32)
+            rows = RowInputs(adapter)
+        self.kv, state, done = decode_steps(
+            self.graphdef,
+            self.params,
+            self.adapters,
+            self.kv,
+            jax.tree.map(np.asarray, pool.state),
+            seqs,
+            sampling,
+            rows,
+            implementation=self._implementation,
+            policy=pool.policy,
+            block_size=self._block_size,
+            num_steps=num_steps,
+        )
+        steps, n = int(done.num_steps), len(slots)
+        return np.asarray(done.tokens)[:steps, :n], np.asarray(done.new_blocks)[:steps, :n], state
+
+    def warmup_steps(self, pool: BlockPool, num_steps: int) -> None:
+        """Compile `run_steps` for all numbers of sequences. Changes nothing."""
+        for size in self.buckets.seq_counts:
+            nobody = sequences([], size, self._table_width)
+            self._generate(nobody, SamplingInputs.build([], [], [], size), [], pool, num_steps)
 
     def logprobs(self, result: StepResult, rows: np.ndarray, token_ids: np.ndarray) -> TokenLogprobs:
         """Log probabilities that the step's `rows` give to `token_ids`, and to the `MAX_LOGPROBS` likeliest."""

@@ -121,12 +121,14 @@ class BlockPool:
 
         `fingerprints`: uint32 per id, telling contents apart, where `needs_fingerprints`.
         """
-        if fingerprints is None:
+        if not len(ids):
+            return
+        if not self.needs_fingerprints:
             self._fresh[ids] = True
-        elif len(ids):
+        else:
             capacity = _capacity(len(ids))
             padded = np.zeros(capacity, np.uint32)
-            padded[: len(ids)] = fingerprints
+            padded[: len(ids)] = 0 if fingerprints is None else fingerprints
             self._state = self._transitions.name(self._state, self._pad(ids, capacity), padded)
 
     def unname(self, ids: np.ndarray) -> None:

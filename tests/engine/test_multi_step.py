@@ -29,7 +29,7 @@ def random_params(rng):
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": False}, {"eviction_policy": "s3fifo"}])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0])
 def test_tokens_and_blocks_are_those_of_single_steps(seed, options):
     """Random ends, pressure and preemption; at the end even the eviction order is the same."""
     rng = np.random.default_rng(seed)

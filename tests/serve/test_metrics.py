@@ -60,13 +60,14 @@ def test_block_lifetimes_are_measured_when_blocks_are_evicted():
     from tests.serve.serving import text_engine
 
     with serving(text_engine(cache=CacheConfig(block_size=4, num_blocks=30))) as server:
-        for letter in "abca":
+        for letter in "aabca":
             ask(server, letter * 60)
         families = scrape(server)
     evicted = value(families, "jaxcache:kv_cache_evicted_blocks_total")
     assert evicted > 10
     for name in ("lifetime", "idle_before_evict"):
         assert value(families, f"jaxcache:kv_block_{name}_seconds_count") == evicted
+    assert value(families, "jaxcache:kv_block_reuse_gap_seconds_count") > 10
     assert value(families, "jaxcache:prefix_cache_missed_tokens_total", reason="evicted") > 0
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -44,6 +45,7 @@ def test_the_page_shows_what_the_cache_does(tmp_path):
     assert "width: 98.7654%" in dom
     assert '<small id="model">model</small>' in dom
     assert dom.count("<polygon") == 2
+    assert re.search(r'<polyline points="[^"]*300,50\.\d+"', dom)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 10_000
     if kept := os.environ.get("JAXCACHE_SCREENSHOT"):

@@ -9,6 +9,7 @@ from jaxcache.engine.outputs import Completion, Delta, RequestOutput
 from jaxcache.engine.pooling_params import PoolingParams
 from jaxcache.engine.prefix_cache import CachedSequence, CacheFull, PrefixCache, init_kv
 from jaxcache.engine.sampling_params import SamplingParams
+from jaxcache.engine.session import Session
 from jaxcache.engine.step_inputs import Buckets
 from jaxcache.kernels.kv_write import write_kv
 from jaxcache.kernels.layout import KVCache
@@ -36,6 +37,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
+    "Session",
     "StepInputs",
     "content_identifier",
     "init_kv",

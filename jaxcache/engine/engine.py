@@ -24,6 +24,7 @@ from jaxcache.engine.outputs import Completion, Delta, RequestOutput
 from jaxcache.engine.pooling_params import PoolingParams
 from jaxcache.engine.runner import ModelConfigLike, ModelRunner
 from jaxcache.engine.sampling_params import SamplingParams
+from jaxcache.engine.session import Session
 from jaxcache.engine.sizing import choose_sizes
 from jaxcache.engine.step_inputs import Buckets
 from jaxcache.kernels.dispatch import Implementation
@@ -186,8 +187,11 @@ class Engine:
         cache_salt: str | None = None,
     ) -> Iterator[Delta]:
         """Answer `prompt` piece by piece. Leaving the loop early aborts the request."""
-        request_id = self.add_request(prompt, params, adapter=adapter, cache_salt=cache_salt)
-        output, num_ended = self._outputs[request_id], 0
+        yield from self.follow(self.add_request(prompt, params, adapter=adapter, cache_salt=cache_salt))
+
+    def follow(self, request_id: str) -> Iterator[Delta]:
+        """Step until a request has ended, and give what that does for it. Leaving early aborts the request."""
+        output, num_ended = self.output(request_id), 0
         try:
             while num_ended < len(output.completions) and self._concerns(request_id):
                 for delta in self._deltas_of({request_id}):
@@ -216,6 +220,10 @@ class Engine:
         if len(vectors) < len(outputs):
             raise RuntimeError("; ".join(output.error for output in outputs if output.error))
         return np.stack(vectors)
+
+    def session(self, *, adapter: str | None = None, cache_salt: str | None = None, priority: int = 0) -> Session:
+        """A conversation whose turns build on each other; options as in `add_request`, for all turns."""
+        return Session(self, adapter=adapter, cache_salt=cache_salt, priority=priority)
 
     # Step by step
 
@@ -289,6 +297,12 @@ class Engine:
                 if completion.finish_reason is None:
                     self._drop(_core_id(output, completion), RequestStatus.FINISHED_ABORTED)
         self._kept = [delta for delta in self._kept if delta.request_id != request_id]
+
+    def output(self, request_id: str) -> RequestOutput:
+        """A request as it stands, which goes on changing until it has ended; a `ValueError` for one that has."""
+        if request_id not in self._outputs:
+            raise ValueError(f"request {request_id!r} has ended, or never was")
+        return self._outputs[request_id]
 
     def is_active(self, request_id: str) -> bool:
         """Whether the request has not ended."""
@@ -365,9 +379,13 @@ class Engine:
 
     # Inside
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`; a `ValueError` for an engine without a tokenizer."""
+        return self._text_tokenizer().encode(text, add_special_tokens=add_special_tokens)
+
     def _encode(self, prompt: Prompt) -> tuple[str | None, Iterable[int] | PromptInputs]:
         if isinstance(prompt, str):
-            return prompt, self._text_tokenizer().encode(prompt)
+            return prompt, self.encode(prompt)
         if isinstance(prompt, PromptInputs):
             return None, prompt
         if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):

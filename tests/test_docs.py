@@ -34,6 +34,17 @@ def test_the_small_examples_run(name):
         assert "8 blocks: served [0, 1, 2, 5, 6] of 7" in done.stdout
 
 
+@pytest.mark.model
+def test_the_adapter_example_runs():
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "lora.py"], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    answers = re.findall(r"^  (.{12}) +(\d+) cached  (.*)$", done.stdout, re.MULTILINE)
+    assert [int(cached) for _, cached, _ in answers] == [0, 0, 0, 48, 48, 48, 48, 0, 48]
+    assert answers[0][2] == answers[3][2] == answers[6][2]
+
+
 @pytest.mark.parametrize("name", ["models", "kernels"])
 def test_the_links_at_the_top_refuse_their_bare_names(name):
     done = subprocess.run(

@@ -1,13 +1,15 @@
-"""Random lives of an engine: add, step, abort, reset, other weights, failing steps, in a pool that is too small.
+"""Random lives of an engine: add, step, abort, reset, other weights, adapters that come and go, failing steps, in
+a pool that is too small.
 
 After every operation the bookkeeping must agree, and everything that nobody may read is filled with NaN: slots of
-free blocks without a name, slots that are not written yet, the null block. At the end all blocks are free, and
-every token of every answer is the most likely one under an engine without a cache.
+free blocks without a name, slots that are not written yet, the null block, adapters that nobody uses. At the end
+all blocks are free, and every token of every answer is the most likely one under an engine without a cache.
 
 120 runs make about 10,000 operations; ENGINE_MACHINE_RUNS=2000 makes more.
 """
 
 import os
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -19,32 +21,103 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import jaxcache as jc
 from jaxcache.engine import runner as runner_module
-from tests.engine.mock_model import MockConfig, MockModel
+from jaxcache.engine.adapters import LoadedAdapter
+from jaxcache.models.config import ModelConfig
+from jaxcache.models.llama import Llama
+from jaxcache.models.rope import RopeConfig
 
-CONFIG = MockConfig(vocab_size=31, max_position=64)
-MODELS = [MockModel(CONFIG, seed=nth) for nth in range(2)]
+CONFIG = ModelConfig(
+    vocab_size=31,
+    hidden_size=32,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=64,
+    rope=RopeConfig(),
+)
+
+
+def random_model(seed: int) -> Llama:
+    """With weights so large that another prefix gives other tokens."""
+    model = Llama(CONFIG, rngs=nnx.Rngs(seed))
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim > 2 else leaf, state))
+
+
+def random_adapter(seed: int) -> jc.LoRAAdapter:
+    rng, weights = np.random.default_rng(seed), {}
+    sizes = {"q_proj": (32, 32), "k_proj": (32, 16), "v_proj": (32, 16), "o_proj": (32, 32)}
+    for layer in range(2):
+        for name, (inside, out) in sizes.items():
+            pair = rng.normal(size=(2, inside)) / 4, rng.normal(size=(out, 2))
+            weights[f"model.layers.{layer}.self_attn.{name}"] = pair
+    return jc.LoRAAdapter(weights)
+
+
+MODELS = [random_model(nth) for nth in range(2)]
+ADAPTERS = [random_adapter(nth) for nth in range(3)]
+ROOM = jc.LoRAConfig(max_loras=2, max_lora_rank=2)
+TABLES = [np.random.default_rng(nth).normal(size=(31, 32)).astype(np.float32) for nth in range(2)]
+"""Rows in the place of tokens' embeddings."""
 NUM_BLOCKS, BLOCK = 22, 4
 CACHE = jc.CacheConfig(block_size=BLOCK, num_blocks=NUM_BLOCKS)
-BUCKETS = jc.Buckets((8, 24), (8,), tile_size=8)
+BUCKETS = jc.Buckets((24,), (8,), tile_size=8)
 SCHEDULER = jc.SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=24, max_model_len=60)
 PREFIXES = [[1, 2, 3] * 5, [1, 2, 3] * 3 + [4] * 9, [7] * 21]
 
-ORACLES = [
-    jc.Engine(
+
+def make_oracle(model: Llama) -> jc.Engine:
+    engine = jc.Engine(
         model,
         CONFIG,
         cache=jc.CacheConfig(BLOCK, 40, enable_prefix_caching=False),
         scheduler=jc.SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64),
         buckets=jc.Buckets((64,), (1,), tile_size=64),
+        lora=jc.LoRAConfig(max_loras=len(ADAPTERS), max_lora_rank=2),
     )
-    for model in MODELS
-]
+    for nth, adapter in enumerate(ADAPTERS):
+        engine.load_adapter(str(nth), adapter)
+    return engine
+
+
+ORACLES = [make_oracle(model) for model in MODELS]
+
+
+@dataclass
+class Asked:
+    """A request, and what its answer depends on."""
+
+    inputs: jc.PromptInputs
+    output: jc.RequestOutput
+    adapter: LoadedAdapter | None
+    weights: list[int] = field(default_factory=list)
+    """For each token of the answer, the weights that chose it."""
+
+    def whole(self, tokens: list[int], weights: int) -> jc.PromptInputs:
+        """Prompt and answer as one prompt."""
+        if self.inputs.embeds is None:
+            return jc.PromptInputs([*self.inputs.token_ids, *tokens], self.inputs.features)
+        table = np.asarray(MODELS[weights].embed.table[...])
+        return jc.PromptInputs(embeds=np.concatenate([self.inputs.embeds, table[tokens]]))
 
 
 @jax.jit
 def poison(data, readable):
     """NaN wherever `readable` [blocks, slots] is false."""
     return jnp.where(readable[None, :, None, None, :, None], data, jnp.nan)
+
+
+@jax.jit
+def poison_slots(adapters, free):
+    """NaN wherever `free` [slots] is true, in every A: what is multiplied with it must be dropped."""
+
+    def fill(path, leaf):
+        is_a = any(getattr(key, "key", None) == "a" for key in path)
+        return jnp.where(free[:, None], jnp.nan, leaf) if is_a else leaf
+
+    return jax.tree.map_with_path(fill, adapters)
 
 
 class DeviceLost(RuntimeError):
@@ -59,14 +132,17 @@ class EngineMachine(RuleBasedStateMachine):
     def make(self, **options) -> None:
         self.weights = 0
         scheduler = jc.SchedulerConfig(**{**vars(SCHEDULER), **options})
-        self.engine = jc.Engine(MODELS[0], CONFIG, cache=CACHE, scheduler=scheduler, buckets=BUCKETS)
-        self.outputs: dict[str, jc.RequestOutput] = {}
-        self.weights_of: dict[str, list[int]] = {}
-        """For each token of each answer, the weights that chose it."""
+        self.engine = jc.Engine(MODELS[0], CONFIG, cache=CACHE, scheduler=scheduler, buckets=BUCKETS, lora=ROOM)
+        self.asked: dict[str, Asked] = {}
+        self.loaded: dict[str, LoadedAdapter] = {}
+        """What each adapter's name stands for."""
+        self.content_of: dict[int, int] = {}
+        """By version."""
+        self.poisoned = None
         self.aborted: set[str] = set()
         self.failed: set[str] = set()
 
-    @precondition(lambda self: not self.outputs)
+    @precondition(lambda self: not self.asked and not self.loaded)
     @rule(policy=st.sampled_from(["fcfs", "priority"]), watermark=st.sampled_from([0.0, 0.2]))
     def start_with(self, policy, watermark):
         self.make(policy=policy, watermark=watermark)
@@ -79,8 +155,12 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 24),
         priority=st.integers(0, 2),
         skip=st.sampled_from([None, None, None, "read", "write", "low"]),
+        adapter=st.sampled_from([None, "a", "a", "b"]),
+        rows=st.sampled_from([None, None, None, None, "feature", "embeds"]),
+        table=st.integers(0, 1),
+        offset=st.integers(1, 3),
     )
-    def add(self, prefix, keep, own, salt, max_tokens, priority, skip):
+    def add(self, prefix, keep, own, salt, max_tokens, priority, skip, adapter, rows, table, offset):
         params = jc.SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
@@ -88,15 +168,47 @@ class EngineMachine(RuleBasedStateMachine):
             skip_writing_prefix_cache=skip == "write",
             cache_retention="low" if skip == "low" else "default",
         )
-        name = self.engine.add_request(prefix[:keep] + own, params, cache_salt=salt, priority=priority)
-        self.outputs[name] = self.engine._outputs[name]
-        self.weights_of[name] = []
+        token_ids = prefix[:keep] + own
+        if rows == "embeds":
+            inputs = jc.PromptInputs(embeds=TABLES[table][token_ids])
+        elif rows == "feature" and offset + 5 <= len(token_ids):
+            inputs = jc.PromptInputs(token_ids, [jc.Feature(offset, TABLES[table][:5])])
+        else:
+            inputs = jc.PromptInputs(token_ids)
+        loaded = self.loaded.get(adapter)
+        name = self.engine.add_request(
+            inputs, params, adapter=loaded and loaded.name, cache_salt=salt, priority=priority
+        )
+        self.asked[name] = Asked(inputs, self.engine.output(name), loaded)
+
+    @rule(name=st.sampled_from("ab"))
+    def unload(self, name):
+        if name in self.loaded:
+            del self.loaded[name]
+            self.engine.unload_adapter(name)
+
+    @rule(name=st.sampled_from("aab"), content=st.integers(0, 2))
+    def load(self, name, content):
+        """It must work exactly where a slot is free that no name leads to and no unfinished request uses."""
+        in_use = self.in_use()
+        taken = {*self.loaded.values(), *in_use} - ({self.loaded.get(name)} - in_use)
+        try:
+            loaded = self.engine.load_adapter(name, ADAPTERS[content], replace=True)
+        except ValueError:
+            assert len(taken) == ROOM.max_loras
+        else:
+            assert len(taken) < ROOM.max_loras
+            assert loaded.version not in self.content_of
+            self.loaded[name], self.content_of[loaded.version] = loaded, content
+
+    def in_use(self):
+        return {asked.adapter for name, asked in self.asked.items() if self.engine.is_active(name)} - {None}
 
     @rule(steps=st.integers(1, 3))
     def step(self, steps):
         for _ in range(steps):
             for delta in self.engine.step():
-                self.weights_of[delta.request_id] += [self.weights] * len(delta.token_ids)
+                self.asked[delta.request_id].weights += [self.weights] * len(delta.token_ids)
 
     @precondition(lambda self: self.engine.has_unfinished)
     @rule(nth=st.integers(0, 100))
@@ -151,6 +263,11 @@ class EngineMachine(RuleBasedStateMachine):
         readable[0] = False
         runner = self.engine.runner
         runner.kv = runner.kv._replace(data=poison(runner.kv.data, readable))
+        used = {loaded.slot for loaded in (*self.loaded.values(), *self.in_use())}
+        if self.poisoned != (used, {*self.content_of}):
+            self.poisoned = used, {*self.content_of}
+            free = np.array([slot not in used for slot in range(1, 1 + ROOM.max_loras)])
+            runner.adapters = poison_slots(runner.adapters, free)
 
     def teardown(self):
         while self.engine.has_unfinished:
@@ -160,20 +277,23 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.core.scheduler.stats
         assert 0 <= stats.hits <= stats.queries
         assert 0 <= stats.preempted_hits <= stats.preempted_queries
-        for name, output in self.outputs.items():
-            (completion,) = output.completions
+        for name, asked in self.asked.items():
+            (completion,) = asked.output.completions
             expected = "abort" if name in self.aborted else "error" if name in self.failed else "length"
             assert completion.finish_reason == expected or (expected == "abort" and name in self.failed)
-            self.check_tokens(output.prompt_token_ids, completion.token_ids, self.weights_of[name])
+            self.check_tokens(asked, completion.token_ids)
 
-    def check_tokens(self, prompt, tokens, weights):
+    def check_tokens(self, asked, tokens):
         """Each token against what an uncached engine finds most likely there, in one pass over the whole."""
-        for which in sorted(set(weights)):
-            params = jc.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-            scored = ORACLES[which].generate(prompt + tokens, params)[0].prompt_logprobs[len(prompt) :]
-            for nth, position in enumerate(scored):
-                if weights[nth] == which:
-                    assert position.logprob >= position.top[0][1] - 1e-4, (nth, prompt, tokens)
+        start = asked.output.num_prompt_tokens
+        adapter = None if asked.adapter is None else str(self.content_of[asked.adapter.version])
+        for which in sorted(set(asked.weights)):
+            params = jc.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=3)
+            (output,) = ORACLES[which].generate(asked.whole(tokens, which), params, adapter=adapter)
+            for nth, position in enumerate(output.prompt_logprobs[start:]):
+                if asked.weights[nth] == which:
+                    likely = [token for token, logprob in position.top if logprob >= position.top[0][1] - 1e-4]
+                    assert tokens[nth] in likely, (nth, asked, tokens)
 
 
 EngineMachine.TestCase.settings = settings(

@@ -5,10 +5,11 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -34,6 +35,7 @@ RETRY_AFTER_SECONDS = 1
 CLIENT_GONE = 499
 """Nobody is there to read it."""
 
+AskT = TypeVar("AskT", Ask, EmbeddingAsk)
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
@@ -136,8 +138,10 @@ class _Server:
         )
 
     async def models(self, _: Request) -> Response:
-        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "jaxcache"}
-        return JSONResponse({"object": "list", "data": [card | {"max_model_len": self._engine.max_model_len}]})
+        common = {"object": "model", "created": 0, "owned_by": "jaxcache"}
+        common["max_model_len"] = self._engine.max_model_len
+        cards = [{"id": name, **common, "parent": self._model} for name in self._thread.snapshot.adapters]
+        return JSONResponse({"object": "list", "data": [{"id": self._model, **common}, *cards]})
 
     # Text and tokens
 
@@ -172,20 +176,20 @@ class _Server:
     # Generation
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, parse_completion(await self._body(request), self._model))
+        return await self._generate(request, await self._parsed(request, parse_completion))
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._generate(request, parse_chat(await self._body(request), self._model))
+        return await self._generate(request, await self._parsed(request, parse_chat))
 
     async def embeddings(self, request: Request) -> Response:
-        ask = parse_embeddings(await self._body(request), self._model)
+        ask = await self._parsed(request, parse_embeddings)
         self._refuse_if_full(len(ask.prompts))
         deltas = self._deltas(ask, await asyncio.to_thread(self._token_ids, ask.prompts))
         outputs = await _unless_gone(request, _collect(deltas))
         await deltas.aclose()
         if outputs is None:
             return Response(status_code=CLIENT_GONE)
-        return JSONResponse(embeddings(ask, [outputs[nth] for nth in sorted(outputs)], self._model))
+        return JSONResponse(embeddings(ask, [outputs[nth] for nth in sorted(outputs)], ask.adapter or self._model))
 
     async def _generate(self, request: Request, ask: Ask) -> Response:
         self._refuse_if_full(ask.num_answers)
@@ -230,7 +234,8 @@ class _Server:
         merged: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
 
         async def follow(nth: int, prompt: Any) -> None:
-            stream = self._thread.stream(prompt, ask.params, cache_salt=ask.cache_salt, priority=ask.priority)
+            identity = {"adapter": ask.adapter, "cache_salt": ask.cache_salt}
+            stream = self._thread.stream(prompt, ask.params, priority=ask.priority, **identity)
             try:
                 async with aclosing(stream) as deltas:
                     async for delta in deltas:
@@ -323,7 +328,8 @@ class _Server:
             await deltas.aclose()
 
     def _envelope(self, ask: Ask, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": ask.id, "object": kind, "created": ask.created, "model": self._model, "choices": choices}
+        model = ask.adapter or self._model
+        return {"id": ask.id, "object": kind, "created": ask.created, "model": model, "choices": choices}
 
     def _logprobs(self, ask: Ask, logprobs: Any, offset: int) -> dict[str, Any]:
         if ask.chat:
@@ -338,6 +344,14 @@ class _Server:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._config.api_key.encode()):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    async def _parsed(self, request: Request, parse: Callable[[Mapping[str, Any], str], AskT]) -> AskT:
+        """What is asked for. Clients choose an adapter by giving its name as that of a model."""
+        body = await self._body(request)
+        name = body.get("model")
+        if name == self._model or name not in self._thread.snapshot.adapters:
+            return parse(body, self._model)
+        return replace(parse(body | {"model": self._model}, self._model), adapter=name)
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The JSON object sent; never more than the limit is read."""

@@ -36,6 +36,7 @@ class EmbeddingAsk:
     """Vectors as the bytes of little-endian float32, in base64, instead of lists of numbers."""
     cache_salt: str | None
     priority: int
+    adapter: str | None = None
 
     @property
     def num_answers(self) -> int:

@@ -48,6 +48,8 @@ class Snapshot:
     missed_tokens: dict[str, int] = field(default_factory=dict)
     num_named_blocks: int = 0
     """Contents that can be found, held or not."""
+    adapters: tuple[str, ...] = ()
+    """The names of those that are loaded."""
 
 
 class EngineThread:
@@ -111,6 +113,7 @@ class EngineThread:
         prompt: Any,
         params: SamplingParams | PoolingParams,
         *,
+        adapter: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[Delta]:
@@ -118,7 +121,9 @@ class EngineThread:
         entry = _Open(asyncio.get_running_loop(), asyncio.Queue())
 
         def add() -> str:
-            request_id = self.engine.add_request(prompt, params, cache_salt=cache_salt, priority=priority)
+            request_id = self.engine.add_request(
+                prompt, params, adapter=adapter, cache_salt=cache_salt, priority=priority
+            )
             self._open[request_id] = entry
             return request_id
 
@@ -245,4 +250,9 @@ class EngineThread:
             self._publisher.publish(events)
 
     def _take_snapshot(self) -> Snapshot:
-        return Snapshot(self.engine.stats(), {**self._observer.missed_tokens}, len(self.engine.core.kv.index))
+        return Snapshot(
+            self.engine.stats(),
+            {**self._observer.missed_tokens},
+            len(self.engine.core.kv.index),
+            tuple(adapter.name for adapter in self.engine.adapters),
+        )

@@ -102,6 +102,8 @@ class Ask:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     id: str = ""
     created: int = 0
+    adapter: str | None = None
+    """What `model` named, where it was no model of its own."""
 
     @property
     def num_answers(self) -> int:

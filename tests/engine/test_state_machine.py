@@ -65,7 +65,7 @@ NUM_BLOCKS, BLOCK = 22, 4
 CACHE = jc.CacheConfig(block_size=BLOCK, num_blocks=NUM_BLOCKS)
 BUCKETS = jc.Buckets((24,), (8,), tile_size=8)
 SCHEDULER = jc.SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=24, max_model_len=60)
-PREFIXES = [[1, 2, 3] * 5, [1, 2, 3] * 3 + [4] * 9, [7] * 21]
+PREFIXES = [[1, 2, 3] * 7, [1, 2, 3] * 7, [1, 2, 3] * 3 + [4] * 12]
 
 
 def make_oracle(model: Llama) -> jc.Engine:
@@ -92,6 +92,8 @@ class Asked:
     inputs: jc.PromptInputs
     output: jc.RequestOutput
     adapter: LoadedAdapter | None
+    arguments: tuple
+    """Of `EngineMachine.ask`."""
     weights: list[int] = field(default_factory=list)
     """For each token of the answer, the weights that chose it."""
 
@@ -149,14 +151,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
-        keep=st.integers(3, 21),
+        keep=st.sampled_from([3, 7, 9, 13, 14, 17, 18, 20, 21]),
         own=st.lists(st.integers(0, 30), max_size=6),
-        salt=st.sampled_from([None, None, "s"]),
-        max_tokens=st.integers(1, 24),
+        salt=st.sampled_from([None, None, None, "s"]),
+        max_tokens=st.integers(1, 16),
         priority=st.integers(0, 2),
         skip=st.sampled_from([None, None, None, "read", "write", "low"]),
         adapter=st.sampled_from([None, "a", "a", "b"]),
-        rows=st.sampled_from([None, None, None, None, "feature", "embeds"]),
+        rows=st.sampled_from([None, None, None, None, None, "feature", "embeds"]),
         table=st.integers(0, 1),
         offset=st.integers(1, 3),
     )
@@ -175,21 +177,29 @@ class EngineMachine(RuleBasedStateMachine):
             inputs = jc.PromptInputs(token_ids, [jc.Feature(offset, TABLES[table][:5])])
         else:
             inputs = jc.PromptInputs(token_ids)
+        self.ask(inputs, params, adapter, salt, priority)
+
+    @precondition(lambda self: self.asked)
+    @rule(nth=st.integers(0, 100))
+    def add_again(self, nth):
+        """What was asked before, under whatever its adapter's name stands for now."""
+        self.ask(*list(self.asked.values())[nth % len(self.asked)].arguments)
+
+    def ask(self, inputs, params, adapter, salt, priority):
         loaded = self.loaded.get(adapter)
         name = self.engine.add_request(
             inputs, params, adapter=loaded and loaded.name, cache_salt=salt, priority=priority
         )
-        self.asked[name] = Asked(inputs, self.engine.output(name), loaded)
+        arguments = (inputs, params, adapter, salt, priority)
+        self.asked[name] = Asked(inputs, self.engine.output(name), loaded, arguments)
 
-    @rule(name=st.sampled_from("ab"))
-    def unload(self, name):
-        if name in self.loaded:
-            del self.loaded[name]
-            self.engine.unload_adapter(name)
-
-    @rule(name=st.sampled_from("aab"), content=st.integers(0, 2))
-    def load(self, name, content):
-        """It must work exactly where a slot is free that no name leads to and no unfinished request uses."""
+    @rule(name=st.sampled_from("aab"), content=st.sampled_from([0, 1, 2, None]))
+    def change_adapters(self, name, content):
+        """A load must work exactly where a slot is free that no name leads to and no unfinished request uses."""
+        if content is None:
+            if self.loaded.pop(name, None) is not None:
+                self.engine.unload_adapter(name)
+            return
         in_use = self.in_use()
         taken = {*self.loaded.values(), *in_use} - ({self.loaded.get(name)} - in_use)
         try:
@@ -210,20 +220,27 @@ class EngineMachine(RuleBasedStateMachine):
             for delta in self.engine.step():
                 self.asked[delta.request_id].weights += [self.weights] * len(delta.token_ids)
 
-    @precondition(lambda self: self.engine.has_unfinished)
-    @rule(nth=st.integers(0, 100))
+    @rule(steps=st.integers(4, 12))
+    def go_on(self, steps):
+        self.step(steps)
+
     def abort(self, nth):
         name = sorted(self.engine._outputs)[nth % len(self.engine._outputs)]
         self.engine.abort(name)
         self.aborted.add(name)
 
-    @rule(how=st.sampled_from(["reset", "reset running", "weights", "fail", "fail", "fail", "lose the KV"]))
-    def disturb(self, how):
+    @rule(
+        how=st.sampled_from(["abort"] * 4 + ["fail"] * 2 + ["lose the KV", "reset", "reset running", "weights"]),
+        nth=st.integers(0, 100),
+    )
+    def disturb(self, how, nth):
         if how == "weights":
             self.weights = 1 - self.weights
             self.engine.update_params(nnx.state(MODELS[self.weights]))
         elif how.startswith("reset"):
             self.reset(how == "reset running")
+        elif self.engine.has_unfinished and how == "abort":
+            self.abort(nth)
         elif self.engine.has_unfinished:
             self.fail_a_step(kv_goes_down_with_it=how == "lose the KV")
 

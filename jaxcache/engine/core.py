@@ -295,7 +295,8 @@ class EngineCore:
         params, request = entry.params, entry.request
         held_back = params.suppressed_ids(self.eos_token_ids, request.num_output_tokens)
         few = len(entry.ending_ids) <= MAX_ENDING_IDS
-        return few and not (held_back or params.stop or params.logprobs is not None or request.pooling)
+        embedded = entry.rows and request.num_output_tokens == 0
+        return few and not (held_back or params.stop or params.logprobs is not None or request.pooling or embedded)
 
     def _slice(self, entry: ScheduledTokens) -> SequenceSlice:
         block_ids = self.kv.coordinator.block_ids(entry.request.request_id)

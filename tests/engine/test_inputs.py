@@ -18,12 +18,16 @@ ROWS = np.random.default_rng(0).normal(size=(3, 40, WIDTH)).astype(np.float32) *
 TABLE = ARRAYS["model.embed_tokens.weight"]
 
 
-def make_engine(budget: int = 24, num_blocks: int = 60, caching: bool = True, **options) -> jc.Engine:
+def make_engine(
+    budget: int = 24, num_blocks: int = 60, caching: bool = True, decode_steps: int = 1, **options
+) -> jc.Engine:
     return jc.Engine(
         model(),
         CONFIG,
         cache=jc.CacheConfig(4, num_blocks, enable_prefix_caching=caching),
-        scheduler=jc.SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=60),
+        scheduler=jc.SchedulerConfig(
+            max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=60, decode_steps=decode_steps
+        ),
         buckets=jc.Buckets((24,), (4,), tile_size=24),
         **options,
     )
@@ -76,6 +80,13 @@ def test_chunks_hits_and_preemption_feed_the_right_rows(budget):
     assert stats["num_preemptions"] > 0
     assert stats["prefix_cache_hits"] > 0
     assert engine.core.kv.num_held == 0
+
+
+def test_a_last_row_of_its_own_is_fed_however_many_steps_a_call_takes():
+    """Its token says nothing: as one of several decode steps in a call it would be taken for the placeholder."""
+    inputs = prompt(image(0, 12), size=21)
+    engine = make_engine(5, decode_steps=4)
+    assert [ask(engine, inputs) for _ in range(2)] == [(ask(plain(), inputs)[0], cached) for cached in (0, 20)]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxcache as jc
 from jaxcache.engine import runner as runner_module
@@ -144,10 +144,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.failed: set[str] = set()
 
-    @precondition(lambda self: not self.asked and not self.loaded)
-    @rule(policy=st.sampled_from(["fcfs", "priority"]), watermark=st.sampled_from([0.0, 0.2]))
-    def start_with(self, policy, watermark):
-        self.make(policy=policy, watermark=watermark)
+    @initialize(
+        policy=st.sampled_from(["fcfs", "priority"]),
+        watermark=st.sampled_from([0.0, 0.2]),
+        decode_steps=st.sampled_from([1, 1, 3]),
+    )
+    def start_with(self, **options):
+        self.make(**options)
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
@@ -251,21 +254,22 @@ class EngineMachine(RuleBasedStateMachine):
             assert len(self.engine.core.kv.index) == 0
 
     def fail_a_step(self, kv_goes_down_with_it):
-        real = runner_module._step
+        real = runner_module._step, runner_module.decode_steps
+        kv = self.engine.runner.kv
 
-        def broken(graphdef, params, kv, *rest):
+        def broken(*_, **__):
             if kv_goes_down_with_it:
                 jax.tree.map(lambda leaf: leaf.delete(), kv)
             raise DeviceLost
 
         before = set(self.engine._outputs)
-        runner_module._step = broken
+        runner_module._step = runner_module.decode_steps = broken
         try:
             self.engine.step()
         except DeviceLost:
             self.failed |= before - set(self.engine._outputs)
         finally:
-            runner_module._step = real
+            runner_module._step, runner_module.decode_steps = real
 
     @invariant()
     def agrees(self):

@@ -26,6 +26,9 @@ class CacheConfig:
     """Tokens per fingerprint, a divisor of every group's block size; `None` for the greatest."""
     eviction_policy: str = "lru"
     """lru (least recently released first) or s3fifo (resists scans: `core.pool_s3fifo`)."""
+    shared_prefix_attention: bool = True
+    """Whether decodes that begin with the same blocks attend to those together, where that pays: sums are then
+    taken in another order, which depends on what runs beside a request."""
     check_steps: bool = False
     """Debug: check every step's block ids and slots before it runs (`kernels.check_step`)."""
 

@@ -79,6 +79,7 @@ class Engine:
             implementation=implementation,
             lora=lora,
             check_steps=self.cache_config.check_steps,
+            share_runs=self.cache_config.shared_prefix_attention,
         )
         self.core = EngineCore(
             self.runner,

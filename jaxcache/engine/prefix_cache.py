@@ -154,6 +154,7 @@ class PrefixCache:
             block_size=self.config.block_size,
             table_width=-(-self._max_model_len // self.config.block_size),
             tile_size=self._buckets.tile_size,
+            share_runs=self.config.shared_prefix_attention,
         )
         return step
 

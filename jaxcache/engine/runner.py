@@ -138,10 +138,12 @@ class ModelRunner:
         implementation: Implementation = None,
         lora: LoRAConfig | None = None,
         check_steps: bool = False,
+        share_runs: bool = True,
     ) -> None:
         """`model` is called with one `StepInputs`, or with a tuple of them if it has several KV-cache groups.
 
         `check_steps`: every step is looked over on the host before it runs (`kernels.check_step`).
+        `share_runs`: blocks that many decodes begin with are attended to once (`engine.shared_runs`).
         `lora`: room for adapters, in a model of ours. Steps whose rows have adapters or embeddings are called with
         `rows=RowInputs(...)`, others without.
         """
@@ -157,6 +159,7 @@ class ModelRunner:
         self._table_width = -(-max_model_len // block_size)
         self._implementation = implementation
         self._check_steps = check_steps
+        self._share_runs = share_runs
         self._num_groups = len(kv_cache_groups(config, block_size))
         self._num_blocks = num_blocks
         self._kv_dtype = jnp.dtype(kv_dtype)
@@ -307,6 +310,7 @@ class ModelRunner:
             table_width=self._table_width,
             tile_size=self.buckets.tile_size,
             num_groups=self._num_groups,
+            share_runs=self._share_runs,
         )
 
     def _call(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxcache.engine.shared_runs import find_runs
 from jaxcache.kernels.step import PAD_SLOT, StepInputs, make_tiles
 from jaxcache.models.rows import RowInputs
 
@@ -99,10 +100,12 @@ def build_step_inputs(
     table_width: int,
     tile_size: int,
     num_groups: int = 1,
+    share_runs: bool = True,
 ) -> tuple[StepInputs, ...]:
     """The arrays of a step over `slices`, in their order, as numpy int32: one `StepInputs` per KV-cache group.
 
-    Those differ in block tables and slots alone, and share all other arrays.
+    Those differ in block tables, slots and shared runs alone, and have all other arrays in common. Shared runs are
+    looked for in steps of decodes alone, if `share_runs`.
     """
     rows = sum(len(piece.token_ids) for piece in slices)
     token_ids = np.zeros(shape.num_tokens, np.int32)
@@ -127,8 +130,11 @@ def build_step_inputs(
     logits_rows = np.maximum(query_start[1:] - 1, 0)
 
     def of_group(group: int) -> StepInputs:
+        shared = None
+        if share_runs and not shape.num_tiles:
+            shared = find_runs(block_tables[group], seq_lens, block_size)
         own: list[Any] = [slot_mapping[group], block_tables[group], seq_lens, query_start, logits_rows, tiles]
-        return StepInputs(token_ids, positions, *own)  # pyright: ignore[reportArgumentType]
+        return StepInputs(token_ids, positions, *own)._replace(shared=shared)  # pyright: ignore[reportArgumentType]
 
     return tuple(of_group(group) for group in range(num_groups))
 

@@ -25,6 +25,20 @@ class Tiles(NamedTuple):
     """One past the last KV position that the tile reads, which is that of its last row."""
 
 
+class SharedRuns(NamedTuple):
+    """Runs of blocks with which several decodes begin; `R` runs at most, the real ones first.
+
+    A hint: block tables are whole all the same, and a backend that has no use for it reads those.
+    """
+
+    tables: Int[Array, "R W"]
+    """Block ids of a run, all held."""
+    lengths: Int[Array, " R"]
+    """Tokens of a run, whole blocks; 0 for a run that is none. No member writes into it in this step."""
+    run: Int[Array, " S"]
+    """Which run a sequence's block table begins with; `R` for none. Members have one new row."""
+
+
 class StepInputs(NamedTuple):
     """`T` token rows of `S` sequences, sequence after sequence; `W` blocks a sequence at most; `N` tiles.
 
@@ -43,6 +57,7 @@ class StepInputs(NamedTuple):
     logits_rows: Int[Array, " S"]
     """The row whose output predicts the sequence's next token."""
     tiles: Tiles
+    shared: SharedRuns | None = None
 
 
 def make_tiles(query_start: np.ndarray, seq_lens: np.ndarray, tile_size: int, capacity: int) -> Tiles:

@@ -109,7 +109,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Cache]:
         """The step's rows after the final norm, and `kv` with what they add written.
 
-        `step`: one for each of `config.layer_groups`, which differ in `block_tables` and `slot_mapping` alone; the
+        `step`: one for each of `config.layer_groups`: they differ in `block_tables`, `slot_mapping`, `shared`; the
         step itself where there is one group. `kv`: of `config.kv_layers` layers; with recurrent layers a
         `HybridCache`. `implementation` chooses the attention kernels (see `paged_attention`). `rows`: adapters,
         for a model with slots (`lora.add_slots`), and embeddings in the place of tokens', scaled already where the
@@ -184,6 +184,7 @@ class _Contexts:
         self.single = len(steps) == 1
         self.tables = jnp.stack([step.block_tables for step in steps])
         self.slots = jnp.stack([step.slot_mapping for step in steps])
+        self.shared = jax.tree.map(lambda *of_groups: jnp.stack(of_groups), *(step.shared for step in steps))
         self.rope = rope_tables(config.rope, config.head_dim, self.step.positions)
         self.local_rope = self.rope
         if config.local_rope is not None:
@@ -193,7 +194,11 @@ class _Contexts:
         cos, sin = self.local_rope if kind.kind == "sliding_window" else self.rope
         step = self.step
         if not self.single:
-            step = step._replace(block_tables=self.tables[place.group], slot_mapping=self.slots[place.group])
+            step = step._replace(
+                block_tables=self.tables[place.group],
+                slot_mapping=self.slots[place.group],
+                shared=jax.tree.map(lambda of_groups: of_groups[place.group], self.shared),
+            )
         return LayerContext(step, place.layer, cos, sin, self.adapter)
 
 

@@ -98,7 +98,7 @@ class Scene:
             logits_rows=np.maximum(query_start[1:] - 1, 0),
             tiles=tiles,
         )
-        return StepInputs(*(jnp.asarray(leaf) for leaf in step[:-1]), type(tiles)(*map(jnp.asarray, tiles)))
+        return jax.tree.map(jnp.asarray, step)
 
     def empty_kv(self) -> KVCache:
         """Every slot NaN (int8: NaN scales), the null block and the other layers included."""

@@ -2,7 +2,8 @@
 
 Two parts share the arithmetic. Prefill goes through the tile list, one tile after another, and reads only the
 groups that the tile's rows can see. Decode takes all sequences with one new row together, each from the start of
-its own window, as many turns as the longest needs. A part that a step has no work for takes no turn.
+its own window, as many turns as the longest needs. A part that a step has no work for takes no turn. Blocks that
+many decodes begin with (`step.shared`) are read once for all of them, before each goes on with its own.
 """
 
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxcache.kernels.layout import NULL_BLOCK, KVCache, KVLayout
 from jaxcache.kernels.packing import product_dtype, unpack_blocks
-from jaxcache.kernels.step import StepInputs, Tiles
+from jaxcache.kernels.step import SharedRuns, StepInputs, Tiles
 
 GROUP_TOKENS = 128
 """KV positions taken at a time. 256 take 2 to 5% more CPU time: more is read beyond the end of a sequence."""
@@ -118,7 +119,7 @@ def _prefill(
         rows = lax.dynamic_slice(by_head, start, (kv_heads, span, head_dim))
         first = _oldest_seen(first_row, scoring)
         queries = Queries(rows[None], positions[None], first[None], end[None], tables[tiles.seq[tile]][None])
-        new = _attend(queries, source, scoring, GROUP_TOKENS)[0]
+        new = _normalised(_walk(queries, source, scoring, GROUP_TOKENS, _nothing_seen(queries, scoring)))[0]
         kept = lax.dynamic_slice(out, start, new.shape)
         return lax.dynamic_update_slice(out, jnp.where((positions < end)[None, :, None], new, kept), start)
 
@@ -146,7 +147,10 @@ def _decode(
         end=end,
         tables=step.block_tables,
     )
-    new = _attend(queries, source, scoring, min(GROUP_TOKENS, max(1, DECODE_TOKENS // end.size)))
+    state = _nothing_seen(queries, scoring)
+    if step.shared is not None:
+        queries, state = _walk_shared(queries, source, scoring, step.shared, state)
+    new = _normalised(_walk(queries, source, scoring, min(GROUP_TOKENS, max(1, DECODE_TOKENS // end.size)), state))
     return out.at[jnp.where(alone, row, tokens)].set(new, mode="drop")
 
 
@@ -156,8 +160,40 @@ def _oldest_seen(position: Int[Array, "..."], scoring: Scoring) -> Int[Array, ".
     return jnp.maximum(position - scoring.sliding_window + 1, 0)
 
 
-def _attend(queries: Queries, source: Source, scoring: Scoring, group_tokens: int) -> Float[Array, "B H R D"]:
-    """All rows over all they see, about `group_tokens` KV positions a turn."""
+def _walk_shared(
+    queries: Queries, source: Source, scoring: Scoring, shared: SharedRuns, state: Softmax
+) -> tuple[Queries, Softmax]:
+    """`state` once each run's members have seen it, and what is left for each sequence to see.
+
+    The rows of all sequences stand side by side as if they were one's, so that a run is read once; whoever is no
+    member sees nothing. Each row's statistics go on from one part to the next, so that there is nothing to merge.
+    """
+    sequences, heads, rows, _ = queries.rows.shape
+
+    def side_by_side(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(1, heads, sequences * rows, *x.shape[3:])
+
+    def run(nth: Int[Array, ""], state: Softmax) -> Softmax:
+        member = (shared.run == nth) & (queries.end > 0)
+        one = Queries(
+            rows=together,
+            positions=jnp.where(member[:, None], queries.positions, -1).reshape(1, -1),
+            first=jnp.min(jnp.where(member, queries.first, shared.lengths[nth]))[None],
+            end=shared.lengths[nth][None],
+            tables=shared.tables[nth][None],
+        )
+        return _walk(one, source, scoring, GROUP_TOKENS, state)
+
+    together = side_by_side(queries.rows)
+    runs = jnp.sum(shared.lengths > 0, dtype=jnp.int32)
+    seen = lax.fori_loop(0, runs, run, Softmax(*map(side_by_side, state)))
+    apart = [jnp.moveaxis(x[0].reshape(heads, sequences, rows, *x.shape[3:]), 1, 0) for x in seen]
+    skipped = shared.lengths.at[shared.run].get(mode="fill", fill_value=0)
+    return queries._replace(first=jnp.maximum(queries.first, skipped)), Softmax(*apart)
+
+
+def _walk(queries: Queries, source: Source, scoring: Scoring, group_tokens: int, state: Softmax) -> Softmax:
+    """`state` once all rows have seen all they may, about `group_tokens` KV positions a turn."""
     block_size = source.layout.block_size
     width = min(max(group_tokens // block_size, 1), queries.tables.shape[1])
     span = width * block_size
@@ -180,7 +216,10 @@ def _attend(queries: Queries, source: Source, scoring: Scoring, group_tokens: in
         v = jnp.where(live[:, None, :, None], v, jnp.zeros((), v.dtype))
         return _add_group(state, queries, k, v, at, live, scoring)
 
-    state = lax.fori_loop(0, turns, turn, _nothing_seen(queries, scoring))
+    return lax.fori_loop(0, turns, turn, state)
+
+
+def _normalised(state: Softmax) -> Float[Array, "B H R D"]:
     return state.out / jnp.maximum(state.total, jnp.finfo(jnp.float32).tiny)[..., None]
 
 

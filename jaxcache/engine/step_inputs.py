@@ -107,25 +107,28 @@ def build_step_inputs(
     Those differ in block tables, slots and shared runs alone, and have all other arrays in common. Shared runs are
     looked for in steps of decodes alone, if `share_runs`.
     """
-    rows = sum(len(piece.token_ids) for piece in slices)
+    lengths = np.array([len(piece.token_ids) for piece in slices], np.int32)
+    starts = np.array([piece.start for piece in slices], np.int32)
+    num_seqs, rows = len(slices), int(lengths.sum())
     token_ids = np.zeros(shape.num_tokens, np.int32)
     positions = np.zeros(shape.num_tokens, np.int32)
     slot_mapping = np.full((num_groups, shape.num_tokens), PAD_SLOT, np.int32)
     block_tables = np.zeros((num_groups, shape.num_seqs, table_width), np.int32)
     seq_lens = np.zeros(shape.num_seqs, np.int32)
     query_start = np.full(shape.num_seqs + 1, rows, np.int32)
-    row = 0
-    for nth, (ids, start, tables, *_) in enumerate(slices):
-        stop, end = start + len(ids), row + len(ids)
-        token_ids[row:end] = ids
-        at = np.arange(start, stop, dtype=np.int32)
-        positions[row:end] = at
-        for group, blocks in enumerate(tables):
-            slot_mapping[group, row:end] = blocks[at // block_size] * block_size + at % block_size
-            block_tables[group, nth, : len(blocks)] = blocks
-        seq_lens[nth] = stop
-        query_start[nth] = row
-        row = end
+    if rows:
+        token_ids[:rows] = np.concatenate([piece.token_ids for piece in slices])
+        query_start[: num_seqs + 1] = np.append(0, np.cumsum(lengths))
+        seq_lens[:num_seqs] = starts + lengths
+        seq_of_row = np.repeat(np.arange(num_seqs), lengths)
+        at = np.arange(rows, dtype=np.int32) + (starts - query_start[:num_seqs])[seq_of_row]
+        positions[:rows] = at
+        for group in range(num_groups):
+            tables = block_tables[group]
+            for nth, piece in enumerate(slices):
+                blocks = piece.block_ids[group]
+                tables[nth, : len(blocks)] = blocks
+            slot_mapping[group, :rows] = tables[seq_of_row, at // block_size] * block_size + at % block_size
     tiles = make_tiles(query_start, seq_lens, tile_size, shape.num_tiles)
     logits_rows = np.maximum(query_start[1:] - 1, 0)
 

@@ -47,6 +47,11 @@ def test_the_sweep_gives_what_the_replay_gives(policy, tolerance):
 
 
 @pytest.mark.parametrize("num_blocks", [400, 1500])
+def test_the_scan_resistant_policy_loses_nothing(num_blocks):
+    assert hits("s3fifo", num_blocks) >= 0.99 * hits("lru", num_blocks)
+
+
+@pytest.mark.parametrize("num_blocks", [400, 1500])
 def test_the_bound_bounds(num_blocks):
     bound = clairvoyant_hits(first(600), block_size=512, num_blocks=num_blocks)
     assert bound >= max(hits(policy, num_blocks) for policy in ("lru", "s3fifo"))

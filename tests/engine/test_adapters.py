@@ -87,6 +87,43 @@ def test_a_mixed_batch_answers_as_merged_weights_do_with_and_without_a_cache(num
     assert (num_blocks == 60) or engines[0].stats()["num_preemptions"] > 0
 
 
+@pytest.mark.parametrize("name", ["gemma3", "recurrent_gemma"])
+def test_models_of_several_groups(name):
+    """Windows and states are kept apart by adapter as well, and evicted under pressure."""
+    family, config, arrays = weights_of(name)
+    change = random_adapter(arrays, 0)
+
+    def make(arrays, **options):
+        cache = {"block_size": 8, "num_blocks": 1 + 20 * len(config.layer_groups)} | options.pop("cache", {})
+        return jc.Engine(
+            family.from_tensors(config, arrays),
+            config,
+            cache=jc.CacheConfig(**cache),
+            scheduler=jc.SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96),
+            buckets=jc.Buckets((24,), (4,), tile_size=24),
+            **options,
+        )
+
+    engine = make(arrays, lora=ROOM)
+    engine.load_adapter("a", change)
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(0, config.vocab_size, 34).tolist()
+    prompts = [prefix + rng.integers(0, config.vocab_size, 2 + nth).tolist() for nth in range(3)]
+    told = {}
+    for key, weights in ((None, arrays), ("a", merged(arrays, change))):
+        outputs = make(weights, cache={"enable_prefix_caching": False}).generate(prompts, GREEDY, progress=False)
+        told[key] = [output.token_ids for output in outputs]
+    assert told[None] != told["a"]
+    for _ in range(2):
+        asked = {
+            engine.add_request(p, GREEDY, adapter=key): (key, n) for n, p in enumerate(prompts) for key in told
+        }
+        for request_id, output in finish(engine).items():
+            key, nth = asked[request_id]
+            assert output.token_ids == told[key][nth]
+    assert engine.stats()["prefix_cache_hits"] > 0
+
+
 def test_nobody_finds_what_another_adapter_or_the_base_model_computed():
     engine = make_engine()
     engine.load_adapter("a", adapter(0))

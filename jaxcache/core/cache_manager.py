@@ -1,5 +1,6 @@
 """Which blocks each request holds: looked up, allocated, named and given back, all groups together."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from jaxcache.core.specs import (
     resolve_block_sizes,
 )
 from jaxcache.core.stats import PrefixCacheStats
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,13 @@ class KVCacheManager:
         self.enable_caching = enable_caching
         self.max_model_len = max_model_len
         self.scheduler_block_size, self.hash_block_size = resolve_block_sizes(self.groups, hash_block_size)
+        sizes = sorted({group.spec.block_size for group in self.groups})
+        if enable_caching and sizes and self.scheduler_block_size > sizes[-1]:
+            logger.warning(
+                "blocks of %s tokens: hits are multiples of %d tokens, and shorter prefixes are not shared",
+                sizes,
+                self.scheduler_block_size,
+            )
         self.pool = BlockPool(num_blocks, eviction_policy)
         self._events = None
         if events is not None and events.enable_kv_cache_events:

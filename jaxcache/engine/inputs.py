@@ -57,6 +57,10 @@ class PromptInputs:
             object.__setattr__(self, "embeds", checked_rows(self.embeds, "PromptInputs.embeds"))
         if wrong := [one for one in self.features if not isinstance(one, Feature)]:
             raise ValueError(f"PromptInputs.features must be Feature objects, got {type(wrong[0]).__name__}")
+        seen: dict[Any, Feature] = {}
+        for one in self.features:
+            if not np.array_equal(one.embeds, seen.setdefault(one.identifier, one).embeds):
+                raise ValueError(f"two features go by the identifier {one.identifier!r}, but their embeds differ")
 
     @property
     def rows(self) -> tuple[PlacedRows, ...]:

@@ -405,6 +405,17 @@ def test_sizes_that_do_not_go_together_are_refused_at_construction():
         make_scheduler([KVCacheSpec(4)])
 
 
+def test_block_sizes_of_which_none_divides_the_other_are_warned_of(caplog):
+    make_scheduler([FullAttentionSpec(8), SlidingWindowSpec(4, 7)])
+    assert caplog.text == ""
+    scheduler = make_scheduler([FullAttentionSpec(6), SlidingWindowSpec(9, 7)])
+    assert "blocks of [6, 9] tokens: hits are multiples of 18 tokens, and shorter prefixes are not" in caplog.text
+    scheduler.add_request(make_request(scheduler, "a", range(40)))
+    run(scheduler)
+    for size, hit in ((18, 0), (19, 18), (40, 36)):
+        assert scheduler.kv.get_computed_blocks(make_request(scheduler, str(size), range(size)))[1] == hit
+
+
 def test_one_kind_of_group_in_several_groups_is_looked_up_together():
     scheduler = make_scheduler([FullAttentionSpec(4), SlidingWindowSpec(4, 7), SlidingWindowSpec(4, 7)])
     assert isinstance(scheduler.kv.coordinator, HybridKVCacheCoordinator)

@@ -218,6 +218,10 @@ BAD_ROWS = r"must be \[tokens, width\] of floating point, got"
         (lambda: jc.PromptInputs(), "PromptInputs take token_ids or embeds, one of the two"),
         (lambda: jc.PromptInputs([1], embeds=ROWS[0]), "PromptInputs take token_ids or embeds, one of the two"),
         (lambda: jc.PromptInputs([1], [("x", 0, 1)]), "features must be Feature objects, got tuple"),
+        (
+            lambda: prompt(image(0, 0, identifier="x"), image(1, 9, identifier="x")),
+            "two features go by the identifier 'x', but their embeds differ",
+        ),
         (lambda: jc.PromptInputs(embeds=ROWS), rf"PromptInputs\.embeds {BAD_ROWS} \[3, 40, 36\] of float32"),
         (lambda: jc.PromptInputs(embeds=np.ones((2, 36), int)), rf"{BAD_ROWS} \[2, 36\] of int64"),
         (lambda: jc.Feature(0, np.zeros((0, 36), np.float32)), rf"a feature's embeds {BAD_ROWS} \[0, 36\]"),

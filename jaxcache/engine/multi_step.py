@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 
 from jaxcache.core.pool import NULL_BLOCK
 from jaxcache.engine.sampling import UNUSED_ID, SamplingInputs, sample
-from jaxcache.kernels.step import PAD_SLOT, StepInputs, Tiles
+from jaxcache.kernels.step import PAD_SLOT, SharedRuns, StepInputs, Tiles
 from jaxcache.models.rows import RowInputs
 
 MAX_ENDING_IDS = 8
@@ -40,6 +40,8 @@ class Sequences(NamedTuple):
     """The length at which the sequence ends."""
     ending_ids: Int[Array, "S E"]
     """`UNUSED_ID` where there are fewer."""
+    shared: SharedRuns | None = None
+    """What the tables begin with in common: they only grow, so that it holds for all steps."""
 
 
 class Generated(NamedTuple):
@@ -153,4 +155,5 @@ def _step_inputs(seqs: Sequences, active: Array, block_size: int) -> StepInputs:
         query_start=query_start,
         logits_rows=jnp.maximum(query_start[1:] - 1, 0),
         tiles=Tiles(none, none, none, none),
+        shared=seqs.shared,
     )

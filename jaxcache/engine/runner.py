@@ -15,6 +15,7 @@ from jaxcache.engine.groups import kv_cache_groups, make_cache
 from jaxcache.engine.multi_step import Sequences, decode_steps, sequences
 from jaxcache.engine.sampling import SamplingInputs, sample, token_logprobs, top_logprobs
 from jaxcache.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxcache.engine.shared_runs import find_runs
 from jaxcache.engine.step_inputs import (
     Buckets,
     SequenceSlice,
@@ -235,7 +236,7 @@ class ModelRunner:
         next state, which is not the pool's yet.
         """
         size = self.buckets.fit(len(running), len(running)).num_seqs
-        seqs = sequences([one[1:6] for one in running], size, self._table_width)
+        seqs = self._with_runs(sequences([one[1:6] for one in running], size, self._table_width))
         sampled = [one.sampling for one in running]
         positions = [0] * len(running)
         sampling = SamplingInputs.build(
@@ -267,10 +268,16 @@ class ModelRunner:
         steps, n = int(done.num_steps), len(slots)
         return np.asarray(done.tokens)[:steps, :n], np.asarray(done.new_blocks)[:steps, :n], state
 
+    def _with_runs(self, seqs: Sequences) -> Sequences:
+        if not self._share_runs:
+            return seqs
+        tables, lengths = np.asarray(seqs.tables), np.asarray(seqs.lengths)
+        return seqs._replace(shared=find_runs(tables, lengths, self._block_size))
+
     def warmup_steps(self, pool: BlockPool, num_steps: int) -> None:
         """Compile `run_steps` for all numbers of sequences. Changes nothing."""
         for size in self.buckets.seq_counts:
-            nobody = sequences([], size, self._table_width)
+            nobody = self._with_runs(sequences([], size, self._table_width))
             self._generate(nobody, SamplingInputs.build([], [], [], size), [], pool, num_steps)
 
     def logprobs(self, result: StepResult, rows: np.ndarray, token_ids: np.ndarray) -> TokenLogprobs:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jaxcache as jc
-from jaxcache.engine import shared_runs, step_inputs
+from jaxcache.engine import runner, shared_runs, step_inputs
 from jaxcache.engine.shared_runs import MAX_RUNS, find_runs
 from tests.engine.test_families import BUCKETS, load
 
@@ -85,8 +85,8 @@ def test_padding():
     assert not find_runs(np.zeros((4, 8), np.int32), np.zeros(4, np.int32), BLOCK).lengths.any()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
-def test_no_answer_changes(name, monkeypatch):
+@pytest.mark.parametrize(("name", "decode_steps"), [("qwen3", 1), ("qwen3", 3), ("gemma2", 1)])
+def test_no_answer_changes(name, decode_steps, monkeypatch):
     monkeypatch.setattr(shared_runs, "MIN_TOKENS", 16)
     monkeypatch.setattr(shared_runs, "MIN_GAIN", 0)
     named = []
@@ -96,7 +96,8 @@ def test_no_answer_changes(name, monkeypatch):
         named.append(runs.lengths.any())
         return runs
 
-    monkeypatch.setattr(step_inputs, "find_runs", watched)
+    for module in (step_inputs, runner):
+        monkeypatch.setattr(module, "find_runs", watched)
     model, config = load(name)
     rng = np.random.default_rng(0)
     prefix = rng.integers(0, config.vocab_size, 41).tolist()
@@ -107,7 +108,9 @@ def test_no_answer_changes(name, monkeypatch):
             model,
             config,
             cache=jc.CacheConfig(block_size=8, num_blocks=80, shared_prefix_attention=enabled),
-            scheduler=jc.SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96),
+            scheduler=jc.SchedulerConfig(
+                max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96, decode_steps=decode_steps
+            ),
             buckets=BUCKETS,
         )
         outputs = engine.generate(prompts, jc.SamplingParams(temperature=0.0, max_tokens=8), progress=False)

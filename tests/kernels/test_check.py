@@ -1,8 +1,11 @@
 """The hardware script on a machine without an accelerator, and its parts at small sizes."""
 
 import dataclasses
+import functools
 import json
 import math
+import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +19,10 @@ from jaxcache.kernels.check.correctness import Finding, compare
 from jaxcache.kernels.check.peaks import PEAKS
 from jaxcache.kernels.check.problem import Problem
 from jaxcache.kernels.check.targets import can_compile_for
+from jaxcache.kernels.dispatch import Gpu
 from jaxcache.kernels.paged_attention import xla
 from jaxcache.kernels.paged_attention.shapes import AttentionShape
+from tests.kernels.test_paged_attention import SMALL
 
 TINY = AttentionShape(4, 2, 16)
 LENGTHS = ((5, 1), (0, 3), (20, 4))
@@ -32,6 +37,31 @@ def test_the_command_on_a_cpu(capsys, monkeypatch):
     for backend in ("xla", "gpu, interpreted", "tpu, interpreted"):
         assert f"SmolLM2-135M, bfloat16 on int8 KV, {backend}: largest error" in text
     assert text.rstrip().endswith("all checks passed")
+
+
+def test_the_command_on_an_accelerator(capsys, monkeypatch, tmp_path):
+    """All of what it does there, with a CPU that says it is a GPU, interpreted kernels and small steps."""
+    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    here = Gpu(tuning=SMALL, interpret=True)
+    monkeypatch.setattr(command.jax, "devices", lambda: [device])
+    monkeypatch.setattr(command, "_on_device", lambda platform, kind: here)
+    monkeypatch.setattr(command, "DTYPES", (("bfloat16", "int8"),))
+    monkeypatch.setattr(correctness, "LENGTHS", LENGTHS)
+    monkeypatch.setattr(tune, "cost", lambda tried, field, shapes: float(tried.decode_warps != 2))
+    for name, lengths in (("decode", ((40, 1), (9, 1))), ("prefill", ((0, 20),))):
+        small = functools.partial(getattr(speed, name), lengths=lengths, repeats=1)
+        monkeypatch.setattr(speed, name, functools.update_wrapper(small, getattr(speed, name)))
+    assert command.main(["--shapes", "SmolLM2-135M", "--tuning-folder", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "SmolLM2-135M, bfloat16 on int8 KV, gpu: largest error" in text
+    for backend in ("xla", "gpu"):
+        assert re.search(rf"SmolLM2-135M, {backend}, decode: \d+ us, .* GB/s, \d+% of its peak", text)
+        assert re.search(rf"SmolLM2-135M, {backend}, prefill: \d+ us, .* TFLOP/s, \d+% of its peak", text)
+    written = json.loads((tmp_path / "nvidia_h100_80gb_hbm3.json").read_text())
+    assert written == {
+        "device_kinds": [device.device_kind],
+        "gpu": dataclasses.asdict(tuning.gpu_tuning(device.device_kind)) | {"decode_warps": 2},
+    }
 
 
 @pytest.mark.skipif(can_compile_for("cuda"), reason="with a compiler it compiles")

@@ -24,10 +24,11 @@ TOLERANCE = {
     "float32": 2e-6,
     "bfloat16": 2e-2,
     "float8_e4m3fn": 1.5e-1,
-    "float8_e5m2": 3e-1,
+    "float8_e5m2": 5e-1,
     "int8": 3e-2,
 }
-"""Largest absolute error of an output, by KV dtype; values are standard normal."""
+"""Largest absolute error of an output, by KV dtype; values are standard normal. A row that sees one key has the
+rounding of that key's V: an eighth, in float8_e5m2, of up to 4."""
 
 SMALL = TpuTuning(
     chunk=128,
@@ -182,8 +183,9 @@ def test_block_sizes(block_size, chunk, kv_dtype):
     run(Scene(SHORT, head_dim=128, block_size=block_size, kv_dtype=kv_dtype), tpu(tuning=tuning))
 
 
-def test_row_sums_on_the_matrix_unit():
-    run(Scene(SHORT, head_dim=128), tpu(tuning=tuned(row_sum="matmul", depth=0)))
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_row_sums_on_the_matrix_unit(kv_dtype):
+    run(Scene(SHORT, head_dim=128, kv_dtype=kv_dtype), tpu(tuning=tuned(row_sum="matmul", depth=0)))
 
 
 def test_sizes_of_a_chunk_that_is_not_full():

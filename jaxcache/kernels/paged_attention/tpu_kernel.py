@@ -37,6 +37,7 @@ class Plan:
     """Ascending, the last one `chunk`: what a chunk that is not full is rounded up to."""
     tiles_per_program: int
     row_sum: str
+    """As `Attend.row_sum`. For int8 always "lanes": the matrix unit is given weights that V's scales are in."""
     depth: int
     stacked_heads: int
     window: int | None = None
@@ -73,8 +74,9 @@ def _kernel(tiles: TileRefs, inputs: Inputs, *rest: Any, plan: Plan, compute_dty
     ring = Ring(
         tiles, scratch.ring, inputs.kv, inputs.kv_scales, inputs.tables, block_size, plan.chunk // block_size
     )
+    row_sum = plan.row_sum if inputs.kv_scales is None else "lanes"
     attend = Attend(
-        scratch.softmax, kv_heads, lanes, compute_dtype, plan.cap, plan.row_sum, plan.depth, plan.stacked_heads
+        scratch.softmax, kv_heads, lanes, compute_dtype, plan.cap, row_sum, plan.depth, plan.stacked_heads
     )
     program = pl.program_id(0)
 

@@ -63,6 +63,12 @@ class Case:
     window: int | None = None
     cap: float | None = None
     sinks: bool = False
+    members: int | None = None
+    """Decodes that attend to a run of blocks together; without a write."""
+
+    @property
+    def writes(self) -> bool:
+        return self.tile_rows == 1 and self.members is None
 
 
 CASES = {
@@ -74,6 +80,7 @@ CASES = {
     "prefill, sinks": Case(32, sinks=True),
     "prefill, float8_e4m3fn": Case(32, kv_dtype="float8_e4m3fn"),
     "prefill, int8": Case(32, kv_dtype="int8"),
+    "shared run, 64 decodes": Case(1, members=64),
     "decode": Case(1),
     "decode 9/3 x 64": Case(1, heads=9, kv_heads=3, head_dim=64),
     "decode, blocks of 64": Case(1, block_size=64),
@@ -88,7 +95,7 @@ CASES = {
 def measure(target: str, case: Case) -> dict[str, int]:
     """The counts of one case, see the module's docstring."""
     tuning = tpu_tuning(devices(target)[0].device_kind)
-    decode = case.tile_rows == 1
+    decode = case.writes
     sizes = tuning.decode_sizes if decode else tuning.prefill_sizes
     plan = tpu_kernel.Plan(
         tile_rows=case.tile_rows,
@@ -100,6 +107,7 @@ def measure(target: str, case: Case) -> dict[str, int]:
         stacked_heads=tuning.stacked_heads if decode else 0,
         window=case.window,
         cap=case.cap,
+        log_sums=case.members is not None,
     )
     # Each size is code of its own, one of which runs: compiled alone, so that the others are not counted with it.
     alone = {size: loops(target, case, replace(plan, sizes=(size,))) for size in sizes}
@@ -114,10 +122,10 @@ def loops(target: str, case: Case, plan: tpu_kernel.Plan) -> tuple[int, int, int
 
     def run(tiles, kv, kv_scales, others):
         inputs = others._replace(kv=kv, kv_scales=kv_scales)
-        compute = jnp.bfloat16
-        return tpu_kernel.call(tiles, inputs, plan, compute, compute, name="kernel_bundles")
+        out = jnp.bfloat16 if case.members is None else jnp.float32
+        return tpu_kernel.call(tiles, inputs, plan, out, jnp.bfloat16, name="kernel_bundles")
 
-    compile_for(target, run, tiles, kv, kv_scales, others, donate=(1, 2) if case.tile_rows == 1 else ())
+    compile_for(target, run, tiles, kv, kv_scales, others, donate=(1, 2) if case.writes else ())
     dumped = [path for path in Path(DUMP.name).iterdir() if path not in before]
     name = re.compile(r"\d+-kernel_bundles.*-\d+-final_bundles\.txt")
     (text,) = [path.read_text(errors="ignore") for path in dumped if name.fullmatch(path.name)]
@@ -136,8 +144,8 @@ def operands(case: Case) -> tuple[Any, Any, Any, tpu_kernel.Inputs]:
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
 
     layout = KVLayout(case.kv_heads, case.head_dim, case.block_size)
-    group, decode, int8 = case.heads // case.kv_heads, case.tile_rows == 1, case.kv_dtype == "int8"
-    rows = -(-group // 8) * 8 if decode else group * case.tile_rows
+    group, decode, int8 = case.heads // case.kv_heads, case.writes, case.kv_dtype == "int8"
+    rows = -(-group // 8) * 8 if decode else group * (case.members or case.tile_rows)
     per_tile = shape(TILES, dtype="int32")
     first_block = None if case.window is None else per_tile
     tiles = TileRefs(shape(1, dtype="int32"), shape(1, dtype="int32"), per_tile, per_tile, per_tile, first_block)

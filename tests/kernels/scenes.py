@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from jaxcache.kernels import PAD_SLOT, KVCache, KVLayout, StepInputs, init_kv, make_tiles
 from jaxcache.kernels.kv_write import write_kv
+from jaxcache.kernels.step import SharedRuns
 
 LAYERS = 2
 LAYER = 1
@@ -99,6 +100,20 @@ class Scene:
             tiles=tiles,
         )
         return jax.tree.map(jnp.asarray, step)
+
+    def share(self, runs: list[tuple[int, list[int]]]) -> None:
+        """Tell the step of runs of `(blocks, members)`; one more that is none."""
+        tables = np.asarray(self.step.block_tables)
+        shared = SharedRuns(
+            np.zeros((len(runs) + 1, tables.shape[1]), np.int32),
+            np.zeros(len(runs) + 1, np.int32),
+            np.full(len(tables), len(runs) + 1, np.int32),
+        )
+        for nth, (blocks, members) in enumerate(runs):
+            shared.tables[nth, :blocks] = tables[members[0], :blocks]
+            shared.lengths[nth] = blocks * self.block_size
+            shared.run[members] = nth
+        self.step = self.step._replace(shared=jax.tree.map(jnp.asarray, shared))
 
     def empty_kv(self) -> KVCache:
         """Every slot NaN (int8: NaN scales), the null block and the other layers included."""

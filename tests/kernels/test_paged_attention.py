@@ -11,7 +11,6 @@ import pytest
 from jaxcache.kernels import KVCache
 from jaxcache.kernels.dispatch import Gpu, Implementation
 from jaxcache.kernels.paged_attention import paged_attention
-from jaxcache.kernels.step import SharedRuns
 from jaxcache.kernels.tuning import GpuTuning
 from tests.kernels.scenes import LAYER, Scene
 
@@ -144,21 +143,6 @@ def test_shared_blocks(implementation):
     check(Scene([(64, 1), (70, 20), (64, 1)], shared_blocks=4), implementation)
 
 
-def share(scene: Scene, runs: list[tuple[int, list[int]]]) -> SharedRuns:
-    """Runs of `(blocks, members)`; one more that is none."""
-    tables = np.asarray(scene.step.block_tables)
-    shared = SharedRuns(
-        np.zeros((len(runs) + 1, tables.shape[1]), np.int32),
-        np.zeros(len(runs) + 1, np.int32),
-        np.full(len(tables), len(runs) + 1, np.int32),
-    )
-    for nth, (blocks, members) in enumerate(runs):
-        shared.tables[nth, :blocks] = tables[members[0], :blocks]
-        shared.lengths[nth] = blocks * scene.block_size
-        shared.run[members] = nth
-    return jax.tree.map(jnp.asarray, shared)
-
-
 SHARED = [(200, 1), (160, 1), (500, 1), (161, 1), (300, 1)]
 
 
@@ -176,7 +160,7 @@ def test_shared_runs(runs, options, implementation):
     scene = Scene(SHARED, shared_blocks=10, padding=(2, 2, 0), kv_dtype="float32")
     if "sinks" in options:
         options = options | {"sinks": jnp.array([0.5, -3.0, 6.0, 0.0])}
-    scene.step = scene.step._replace(shared=share(scene, runs))
+    scene.share(runs)
     check(scene, implementation, **options)
 
 
@@ -184,13 +168,13 @@ def test_shared_runs(runs, options, implementation):
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 def test_shared_runs_of_narrow_kv(shape, kv_dtype):
     scene = Scene(SHARED, shared_blocks=10, dtype="bfloat16", kv_dtype=kv_dtype, **shape)
-    scene.step = scene.step._replace(shared=share(scene, [(10, [0, 1, 2, 3, 4])]))
+    scene.share([(10, [0, 1, 2, 3, 4])])
     check(scene, "xla", coarsest=kv_dtype)
 
 
 def test_a_shared_run_is_read_in_place_of_the_members_tables():
     scene = Scene(SHARED, shared_blocks=10)
-    scene.step = scene.step._replace(shared=share(scene, [(10, [0, 1, 2, 3, 4])]))
+    scene.share([(10, [0, 1, 2, 3, 4])])
     expected = attend(scene, "xla")
     elsewhere = scene.step.block_tables.at[:, :10].set(scene.step.block_tables[2:3, 10:20])
     scene.step = scene.step._replace(block_tables=elsewhere)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcache.kernels.layout import KVCache, KVLayout, init_kv
-from jaxcache.kernels.step import StepInputs, Tiles
+from jaxcache.kernels.step import SharedRuns, StepInputs, Tiles
 
 KV_BYTES = 2 * 2**30
 """Enough that XLA does not move the array into fast memory, as it does with small ones."""
@@ -21,10 +21,12 @@ be."""
 MIXED = (512, 64, 40)
 """Rows, sequences and tiles of a step."""
 DECODE = (64, 64, 0)
+RUNS = 4
 
 
 def step_inputs(rows: int, sequences: int, tiles: int, width: int = 256) -> StepInputs:
-    """A step of `jax.ShapeDtypeStruct`, each sequence with `width` blocks at most."""
+    """A step of `jax.ShapeDtypeStruct`, each sequence with `width` blocks at most; one of decodes alone is told of
+    shared runs."""
 
     def ints(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -38,6 +40,7 @@ def step_inputs(rows: int, sequences: int, tiles: int, width: int = 256) -> Step
         ints(sequences + 1),
         ints(sequences),
         Tiles(*(ints(tiles) for _ in range(4))),
+        None if tiles else SharedRuns(ints(RUNS, width), ints(RUNS), ints(sequences)),
     )
 
 

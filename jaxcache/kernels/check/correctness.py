@@ -17,6 +17,10 @@ from jaxcache.kernels.paged_attention.shapes import SHAPES, AttentionShape
 LENGTHS = ((5, 1), (300, 1), (0, 37), (272, 20))
 """Decodes and prefills, contexts of one block and of several chunks."""
 
+COMMON = 256
+WITH_COMMON = ((300, 1), (COMMON, 1), (400, 1), (272, 20))
+"""Of sequences that begin with `COMMON` tokens in the same blocks."""
+
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """Largest absolute error of an output, by the dtype of products; K and V are standard normal, and the reference
 reads the same KV array, so that narrow KV costs nothing here."""
@@ -64,14 +68,16 @@ def run(
     *,
     reduce: bool,
 ) -> Iterator[Finding]:
-    """One finding per shape, pair of dtypes (q, KV) and implementation, as they come."""
+    """One finding per shape, pair of dtypes (q, KV) and implementation, and one with a shared run in the first of
+    them, as they come."""
     for name in names:
-        for dtype, kv_dtype in dtypes:
-            shape = reduced(SHAPES[name]) if reduce else SHAPES[name]
-            problem = Problem(shape, LENGTHS, dtype, kv_dtype)
+        shape = reduced(SHAPES[name]) if reduce else SHAPES[name]
+        problems = {f"{q} on {kv} KV": Problem(shape, LENGTHS, q, kv) for q, kv in dtypes}
+        problems["a shared run"] = Problem(shape, WITH_COMMON, *dtypes[0], common=COMMON)
+        for what, problem in problems.items():
             wanted = _step(problem, "reference")
             for label, implementation in implementations.items():
-                yield compare(f"{name}, {dtype} on {kv_dtype} KV, {label}", problem, implementation, wanted)
+                yield compare(f"{name}, {what}, {label}", problem, implementation, wanted)
 
 
 def compare(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxcache.kernels.kv_write import write_kv
 from jaxcache.kernels.layout import KVCache, KVLayout, init_kv
 from jaxcache.kernels.paged_attention.shapes import AttentionShape
-from jaxcache.kernels.step import StepInputs, Tiles, make_tiles
+from jaxcache.kernels.step import SharedRuns, StepInputs, Tiles, make_tiles
 
 TILE_SIZE = 128
 
@@ -27,6 +27,8 @@ class Problem:
     kv_dtype: str = "bfloat16"
     block_size: int = 16
     layers: int = 1
+    common: int = 0
+    """Leading tokens that all sequences have, in the same whole blocks. The decodes are told of that run."""
 
     @property
     def layout(self) -> KVLayout:
@@ -53,17 +55,20 @@ class Problem:
         """Block ids of each sequence; 0, the null block, belongs to nobody."""
         counts = [-(-(before + new) // self.block_size) for before, new in self.lengths]
         ids = np.random.default_rng(0).permutation(sum(counts)).astype(np.int32) + 1
-        return np.split(ids, np.cumsum(counts)[:-1])
+        blocks = np.split(ids, np.cumsum(counts)[:-1])
+        for own in blocks:
+            own[: self.common // self.block_size] = blocks[0][: self.common // self.block_size]
+        return blocks
 
     @property
     def num_blocks(self) -> int:
         return sum(map(len, self.blocks)) + 1
 
     def slots(self, *, new: bool) -> Int[Array, " T"]:
-        """Of the new rows, or of the positions before them."""
+        """Of the new rows, or of the positions before them, each once."""
         parts = []
-        for (before, rows), blocks in zip(self.lengths, self.blocks):
-            at = np.arange(before, before + rows) if new else np.arange(before)
+        for nth, ((before, rows), blocks) in enumerate(zip(self.lengths, self.blocks)):
+            at = np.arange(before, before + rows) if new else np.arange(self.common if nth else 0, before)
             parts.append(blocks[at // self.block_size] * self.block_size + at % self.block_size)
         return jnp.asarray(np.concatenate(parts), jnp.int32)
 
@@ -87,7 +92,12 @@ class Problem:
             query_start=ints(start),
             logits_rows=ints(start[1:] - 1),
             tiles=Tiles(*(ints(field) for field in tiles)),
+            shared=self._shared(tables, new) if self.common else None,
         )
+
+    def _shared(self, tables: np.ndarray, new: np.ndarray) -> SharedRuns:
+        ints = functools.partial(jnp.asarray, dtype=jnp.int32)
+        return SharedRuns(ints(tables[:1]), ints([self.common]), ints(np.where(new == 1, 0, 1)))
 
     def arrays(self, rows: int, heads: int, seed: int) -> Float[Array, "T N D"]:
         """Standard normal."""
@@ -110,9 +120,9 @@ class Problem:
             kv = KVCache(kv.data, jnp.full_like(kv.scales, jnp.nan))
         else:
             kv = KVCache(jnp.full_like(kv.data, jnp.nan))
-        count = sum(before for before, _ in self.lengths)
-        k, v = (self.arrays(count, self.shape.kv_heads, seed) for seed in (3, 4))
-        return write_kv(kv, 0, k, v, self.slots(new=False), implementation="reference")
+        slots = self.slots(new=False)
+        k, v = (self.arrays(slots.shape[0], self.shape.kv_heads, seed) for seed in (3, 4))
+        return write_kv(kv, 0, k, v, slots, implementation="reference")
 
     def random_kv(self) -> KVCache:
         """Every slot of every layer full, made on the device: for measurements, which are larger."""

@@ -4,13 +4,17 @@ unpacked.
 Sequences with one new row go through the decode instance, all others through the prefill instance. Either can be
 absent: a step without tiles has only decodes, and then row `s` is sequence `s`.
 
+Blocks that several decodes begin with (`step.shared`) are attended to once: to the kernel, the members of a run
+are query heads of one decode. Each member's own blocks go through the decode instance as ever, and the two parts
+are merged by the logarithms of their softmax sums. Layers with a window read little of a run and ignore the hint.
+
 Block tables are trusted more than elsewhere: all blocks from the first one that a row's window reaches to the last
 one must be held. Ids outside the array are read as the null block, never as somebody else's.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +24,12 @@ from jaxcache.kernels.kv_write.tpu import on_all_slots, write_rows
 from jaxcache.kernels.layout import NULL_BLOCK, KVCache, KVLayout
 from jaxcache.kernels.packing import pack_rows
 from jaxcache.kernels.paged_attention import tpu_kernel
-from jaxcache.kernels.paged_attention.tiles import cut_tiles, find_decodes
-from jaxcache.kernels.paged_attention.tpu_attend import LANES
+from jaxcache.kernels.paged_attention.tiles import cut_runs, cut_tiles, find_decodes
+from jaxcache.kernels.paged_attention.tpu_attend import LANES, MASKED
 from jaxcache.kernels.paged_attention.tpu_kernel import Inputs, Plan
 from jaxcache.kernels.paged_attention.tpu_ring import SLOTS, TileRefs
 from jaxcache.kernels.sharding import over_heads
-from jaxcache.kernels.step import StepInputs, Tiles
+from jaxcache.kernels.step import SharedRuns, StepInputs, Tiles
 from jaxcache.kernels.tuning import TpuTuning
 
 LOG2_E = math.log2(math.e)
@@ -93,6 +97,14 @@ def write_and_attend(
     return over_heads(attend, head_axis, (q, k, v), kv, sinks, layer, step, returns=(Array, KVCache))
 
 
+class _Part(NamedTuple):
+    """What decodes get from some of their keys; f32."""
+
+    out: Float[Array, "D N L"]
+    log_sums: Float[Array, "D N"]
+    """`log2` of the sum of `2 ** score`."""
+
+
 @dataclass(frozen=True)
 class _Attention:
     """One call: its operands in the forms that both instances need."""
@@ -100,7 +112,9 @@ class _Attention:
     layout: KVLayout
     layer: Int[Array, "1"]
     step: StepInputs
+    shared: SharedRuns | None
     tables: Int[Array, "S W"]
+    """Those of the sequences and, below them, those of the shared runs."""
     decodes: Tiles
     """Sequences with one new row, as tiles of one row, the real ones first."""
     num_decodes: Int[Array, ""]
@@ -123,11 +137,14 @@ class _Attention:
         decodes, num_decodes = find_decodes(step)
         if sinks is not None:
             sinks = sinks.astype(jnp.float32).reshape(layout.num_kv_heads, group) * LOG2_E
+        shared = step.shared if sliding_window is None else None
+        tables = step.block_tables if shared is None else jnp.concatenate([step.block_tables, shared.tables])
         return _Attention(
             layout=layout,
             layer=layer.reshape(1),
             step=step,
-            tables=_pad_table(step.block_tables, kv.data.shape[1]),
+            shared=shared,
+            tables=_pad_table(tables, kv.data.shape[1]),
             decodes=decodes,
             num_decodes=num_decodes,
             group=group,
@@ -147,33 +164,35 @@ class _Attention:
         """Rows of the tiles; the other rows are zero."""
         if not self.step.tiles.seq.size:
             return jnp.zeros_like(q)
-        size = self._tile_tokens()
+        size = self._tile_tokens(jnp.dtype(q.dtype).itemsize * self.layout.lanes)
         tiles = cut_tiles(self.step.tiles, size, q.shape[0])
         rows = tiles.row[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        packed = self._pack(q, rows)  # [N, H, G * size, L]
         chunk, sizes = self._chunk(self.tuning.prefill_sizes)
         plan = Plan(
             tile_rows=size,
             chunk=chunk,
             sizes=sizes,
             tiles_per_program=1,
-            row_sum=self.tuning.row_sum if self.layout.lanes % LANES == 0 else "lanes",
+            row_sum=self._row_sum,
             depth=self.tuning.depth,
             stacked_heads=0,
             window=self.window,
             cap=self.cap,
         )
-        count = jnp.sum(tiles.kv_end > 0, dtype=jnp.int32)
-        out, _ = self._call("paged_attention_prefill", plan, tiles, count, packed, None, size, kv, q.dtype)
-        return self._unpack(out, tiles, q.shape)
+        refs = self._tile_refs(tiles, jnp.sum(tiles.kv_end > 0, dtype=jnp.int32), self._window_start(tiles))
+        inputs = self._inputs(self._pack(q, rows), kv, sinks=self._sinks_of_rows(size))
+        return self._unpack(self._call("paged_attention_prefill", plan, refs, inputs, q.dtype).out, tiles, q.shape)
 
-    def _tile_tokens(self) -> int:
-        """A power of two of tokens that makes about `prefill_rows` rows per KV head, as far as they fit in
-        VMEM."""
+    @property
+    def _row_sum(self) -> str:
+        return self.tuning.row_sum if self.layout.lanes % LANES == 0 else "lanes"
+
+    def _tile_tokens(self, result_bytes: int) -> int:
+        """A power of two of tokens that makes about `prefill_rows` rows per KV head, as far as they fit in VMEM;
+        `result_bytes` for what a row of a head returns."""
         item, lanes = jnp.dtype(self.compute_dtype).itemsize, self.layout.lanes
-        row_bytes = self.layout.num_kv_heads * (
-            4 * item * lanes + 4 * (2 * LANES + lanes)
-        )  # q, output; statistics
+        in_and_out = 2 * (item * lanes + result_bytes)
+        row_bytes = self.layout.num_kv_heads * (in_and_out + 4 * (2 * LANES + lanes))  # and statistics
         rows = min(self.tuning.prefill_rows, TILE_BYTES // row_bytes)
         wanted = max(rows // self.group, 2 * SUBLANES)
         return min(1 << (wanted.bit_length() - 1), MAX_TILE_TOKENS)
@@ -195,9 +214,21 @@ class _Attention:
 
     def decode(self, q: Float[Array, "T N D"], kv: KVCache, new: tuple[Array, Array | None] | None):
         """Outputs `[S, N, D]` of `self.decodes`, and `kv`, with their `new` rows and scales written if given."""
+        if self.shared is None:
+            result, kv = self._decode(q, kv, new, self._window_start(self.decodes), q.dtype)
+            return self._decoded(self._values(result.out)), kv
+        real = jnp.arange(self.decodes.seq.shape[0]) < self.num_decodes
+        run = jnp.where(real, self.shared.run[self.decodes.seq], self.shared.lengths.shape[0])
+        skipped = self.shared.lengths.at[run].get(mode="fill", fill_value=0)
+        result, kv = self._decode(q, kv, new, skipped // self.layout.block_size, jnp.float32)
+        own = _Part(self._decoded(self._values(result.out)), self._decoded(result.log_sums[..., :1])[..., 0])
+        return _merged(own, self._attend_to_runs(q, kv, run)).astype(q.dtype), kv
+
+    def _decode(self, q, kv, new, first_block, out_dtype) -> tuple[tpu_kernel.Outputs, KVCache]:
+        """`self.decodes`, each from its `first_block` on."""
         per_program = min(self.tuning.decode_tiles, self.decodes.seq.shape[0])
         short = -self.decodes.seq.shape[0] % per_program
-        tiles = Tiles(*(jnp.pad(field, (0, short)) for field in self.decodes))
+        tiles, first_block = jax.tree.map(lambda x: jnp.pad(x, (0, short)), (self.decodes, first_block))
         packed = self._pack(q, tiles.row[:, None])  # [S, H, G, L]
         rows = -(-self.group // SUBLANES) * SUBLANES
         packed = jnp.pad(packed, ((0, 0), (0, 0), (0, rows - self.group), (0, 0)))
@@ -212,12 +243,51 @@ class _Attention:
             stacked_heads=self.tuning.stacked_heads,
             window=self.window,
             cap=self.cap,
+            log_sums=self.shared is not None,
         )
-        if new is not None:
-            new = jax.tree.map(lambda x: jnp.take(x, tiles.row, axis=0, mode="clip"), new)
-        out, kv = self._call("paged_attention_decode", plan, tiles, self.num_decodes, packed, new, 1, kv, q.dtype)
-        out = self._values(out)[: out.shape[0] - short, :, : self.group]
-        return out.reshape(out.shape[0], *q.shape[1:]), kv
+        new = jax.tree.map(lambda x: jnp.take(x, tiles.row, axis=0, mode="clip"), new)
+        refs = self._tile_refs(tiles, self.num_decodes, first_block)
+        inputs = self._inputs(packed, kv, sinks=self._sinks_of_rows(1, rows), new=new)
+        result = self._call("paged_attention_decode", plan, refs, inputs, out_dtype)
+        return result, KVCache(result.kv, result.kv_scales)
+
+    def _decoded(self, rows: Shaped[Array, "M H R L"]) -> Shaped[Array, "S N L"]:
+        """Rows of `self.decodes`, which the decode instance pads in number and in their groups."""
+        rows = rows[: self.decodes.seq.shape[0], :, : self.group]
+        return rows.reshape(rows.shape[0], -1, rows.shape[3])
+
+    def _attend_to_runs(self, q: Float[Array, "T N D"], kv: KVCache, run: Int[Array, " S"]) -> _Part:
+        """What each of `self.decodes` gets from the keys of its shared run."""
+        assert self.shared is not None
+        size = min(self._tile_tokens(4 * (self.layout.lanes + LANES)), -(-run.shape[0] // SUBLANES) * SUBLANES)
+        tiles = cut_runs(self.shared, run, size)
+        chunk, sizes = self._chunk(self.tuning.prefill_sizes)
+        plan = Plan(
+            tile_rows=1,
+            chunk=chunk,
+            sizes=sizes,
+            tiles_per_program=1,
+            row_sum=self._row_sum,
+            depth=self.tuning.depth,
+            stacked_heads=0,
+            cap=self.cap,
+            log_sums=True,
+        )
+        table = self.step.block_tables.shape[0] + tiles.run
+        refs = self._tile_refs(
+            Tiles(table, tiles.run, tiles.kv_end - 1, tiles.kv_end), jnp.sum(tiles.kv_end > 0, dtype=jnp.int32)
+        )
+        inputs = self._inputs(self._pack(q, self.decodes.row[tiles.members]), kv)
+        result = self._call("paged_attention_run", plan, refs, inputs, jnp.float32)
+
+        def of_decodes(rows: Shaped[Array, "M H R L"], nothing: float) -> Shaped[Array, "S N L"]:
+            rows = rows.reshape(*rows.shape[:2], self.group, size, rows.shape[3]).transpose(0, 3, 1, 2, 4)
+            rows = rows.reshape(-1, q.shape[1], rows.shape[4])
+            return rows.at[tiles.place].get(mode="fill", fill_value=nothing)
+
+        return _Part(
+            of_decodes(self._values(result.out), 0.0), of_decodes(result.log_sums[..., :1], MASKED)[..., 0]
+        )
 
     def put_decodes(self, out: Float[Array, "T N D"], decoded: Float[Array, "S N D"]) -> Float[Array, "T N D"]:
         """`out` with the decodes in their rows."""
@@ -254,30 +324,42 @@ class _Attention:
         packed = taken.reshape(tiles, self.layout.num_kv_heads, self.group * size, head_dim)
         return jnp.pad(packed, ((0, 0), (0, 0), (0, 0), (0, self.layout.lanes - head_dim)))
 
-    def _call(self, name, plan, tiles, count, packed, new, tokens, kv, out_dtype):
-        first_block = None
-        if self.window is not None:
-            first_block = jnp.maximum(tiles.pos - self.window + 1, 0) // self.layout.block_size
-        sinks = None
-        if self.sinks is not None:
-            per_row = jnp.repeat(self.sinks, tokens, axis=1)
-            per_row = jnp.pad(per_row, ((0, 0), (0, packed.shape[2] - per_row.shape[1])))
-            sinks = jnp.broadcast_to(per_row[..., None], (*per_row.shape, LANES))
-        rows, row_scales = (None, None) if new is None else new
+    def _window_start(self, tiles: Tiles) -> Int[Array, " M"] | None:
+        """The first block that a tile's rows see."""
+        if self.window is None:
+            return None
+        return jnp.maximum(tiles.pos - self.window + 1, 0) // self.layout.block_size
+
+    def _sinks_of_rows(self, tokens: int, padded: int = 0) -> Float[Array, "H R LANES"] | None:
+        """Each head's sink for its `tokens` rows in a tile; 0 for further rows, up to `padded`."""
+        if self.sinks is None:
+            return None
+        per_row = jnp.repeat(self.sinks, tokens, axis=1)
+        per_row = jnp.pad(per_row, ((0, 0), (0, max(padded - per_row.shape[1], 0))))
+        return jnp.broadcast_to(per_row[..., None], (*per_row.shape, LANES))
+
+    def _tile_refs(self, tiles: Tiles, count: Int[Array, ""], first_block: Array | None = None) -> TileRefs:
+        return TileRefs(self.layer, count.reshape(1), tiles.seq, tiles.pos, tiles.kv_end, first_block)
+
+    def _inputs(self, q: Shaped[Array, "M H R L"], kv: KVCache, *, sinks=None, new=None) -> Inputs:
+        rows, scales = (None, None) if new is None else new
         if rows is not None:
             rows = rows[:, :, :, None]
-        if row_scales is not None:
-            row_scales = on_all_slots(row_scales, self.layout.block_size)
-        out, data, scales = tpu_kernel.call(
-            TileRefs(self.layer, count.reshape(1), tiles.seq, tiles.pos, tiles.kv_end, first_block),
-            Inputs(packed, rows, row_scales, sinks, self.tables, kv.data, kv.scales),
-            plan,
-            out_dtype,
-            self.compute_dtype,
-            name=name,
-            interpret=self.interpret,
+        if scales is not None:
+            scales = on_all_slots(scales, self.layout.block_size)
+        return Inputs(q, rows, scales, sinks, self.tables, kv.data, kv.scales)
+
+    def _call(self, name: str, plan: Plan, tiles: TileRefs, inputs: Inputs, out_dtype: Any) -> tpu_kernel.Outputs:
+        return tpu_kernel.call(
+            tiles, inputs, plan, out_dtype, self.compute_dtype, name=name, interpret=self.interpret
         )
-        return out, KVCache(data, scales)
+
+
+def _merged(a: _Part, b: _Part) -> Float[Array, "D N L"]:
+    """Attention over the keys of both parts."""
+    peak = jnp.maximum(a.log_sums, b.log_sums)
+    weights = [jnp.exp2(part.log_sums - peak)[..., None] for part in (a, b)]
+    return (weights[0] * a.out + weights[1] * b.out) / (weights[0] + weights[1])
 
 
 def _pad_table(tables: Int[Array, "S W"], num_blocks: int) -> Int[Array, "S V"]:

@@ -135,15 +135,21 @@ class Attend:
         self.softmax.total[...] = jnp.zeros(self.softmax.total.shape, jnp.float32)
         self.softmax.out[...] = jnp.zeros(self.softmax.out.shape, jnp.float32)
 
-    def result(self, head: int, sink: Any, dtype: Any) -> jax.Array:
-        """Normalised output `[R, L]` of a head. `sink` [R, LANES] in base 2: one more logit, without a value."""
+    def total(self, head: int, sink: Any) -> jax.Array:
+        """What a head's weights sum to, `[R, LANES]`. `sink`, alike in base 2: one more logit, without a value."""
         total = self.softmax.total[head]
         if self.row_sum == "lanes":
             total = jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), total.shape)
-        if sink is not None:
-            total += jnp.exp2(sink - self.softmax.peak[head])
+        return total if sink is None else total + jnp.exp2(sink - self.softmax.peak[head])
+
+    def result(self, head: int, total: jax.Array, dtype: Any) -> jax.Array:
+        """Normalised output `[R, L]` of a head."""
         inverse = 1.0 / total if dtype == jnp.float32 else reciprocal(total, approx=True)
         return (self.softmax.out[head] * to_lanes(inverse, self.lanes)).astype(dtype)
+
+    def log_sum(self, head: int, total: jax.Array) -> jax.Array:
+        """`log2` of the sum over all keys of `2 ** score`, `[R, LANES]`."""
+        return self.softmax.peak[head] + jnp.log2(total)
 
     # ---- prefill: head by head, `depth` heads in flight
 

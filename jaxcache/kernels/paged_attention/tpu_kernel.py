@@ -30,7 +30,7 @@ class Plan:
     """What is fixed when a kernel is compiled."""
 
     tile_rows: int
-    """Query rows of one sequence per tile; 1 is the decode instance."""
+    """Query rows of one sequence per tile; 1: all rows of the tile are at one position."""
     chunk: int
     """Tokens per KV chunk."""
     sizes: tuple[int, ...]
@@ -42,6 +42,8 @@ class Plan:
     stacked_heads: int
     window: int | None = None
     cap: float | None = None
+    log_sums: bool = False
+    """Whether rows come with the logarithm of their softmax sum, by which parts of a row are merged."""
 
     @property
     def decode(self) -> bool:
@@ -60,6 +62,13 @@ class Inputs(NamedTuple):
     kv_scales: Any  # [layers, blocks, 1, H*2*S] f32, in HBM, or None
 
 
+class Outputs(NamedTuple):
+    out: Any  # [N, H, R, L]
+    log_sums: Any = None  # [N, H, R, LANES] f32 in base 2, all lanes equal, or None
+    kv: Any = None  # `Inputs.kv` in place, if a row is written
+    kv_scales: Any = None
+
+
 class Scratch(NamedTuple):
     ring: RingRefs
     softmax: SoftmaxRefs
@@ -68,8 +77,9 @@ class Scratch(NamedTuple):
     merged_sem: Any
 
 
-def _kernel(tiles: TileRefs, inputs: Inputs, *rest: Any, plan: Plan, compute_dtype: Any) -> None:
-    *outputs, scratch = rest
+def _kernel(
+    tiles: TileRefs, inputs: Inputs, outputs: Outputs, scratch: Scratch, *, plan: Plan, compute_dtype: Any
+) -> None:
     kv_heads, _, block_size, lanes = inputs.kv.shape[2:]
     ring = Ring(
         tiles, scratch.ring, inputs.kv, inputs.kv_scales, inputs.tables, block_size, plan.chunk // block_size
@@ -87,7 +97,7 @@ def _kernel(tiles: TileRefs, inputs: Inputs, *rest: Any, plan: Plan, compute_dty
     @pl.loop(0, plan.tiles_per_program)
     def _(i):
         tile = program * plan.tiles_per_program + i
-        out = outputs[0].at[i]
+        out = outputs.out.at[i]
 
         @pl.when(tile < tiles.count[0])
         def _():
@@ -95,11 +105,14 @@ def _kernel(tiles: TileRefs, inputs: Inputs, *rest: Any, plan: Plan, compute_dty
             writer = None
             if inputs.new is not None:
                 new_scales = None if inputs.new_scales is None else inputs.new_scales.at[i]
-                writer = _RowWriter(ring, scratch, inputs.new.at[i], new_scales, *outputs[1:])
+                writer = _RowWriter(ring, scratch, inputs.new.at[i], new_scales, outputs.kv, outputs.kv_scales)
             walk.run(writer)
             for head in range(kv_heads):
                 sink = None if inputs.sinks is None else inputs.sinks[head]
-                out[head] = attend.result(head, sink, out.dtype)
+                total = attend.total(head, sink)
+                out[head] = attend.result(head, total, out.dtype)
+                if plan.log_sums:
+                    outputs.log_sums[i, head] = attend.log_sum(head, total)
 
 
 @dataclass(frozen=True)
@@ -280,13 +293,11 @@ def call(
     *,
     name: str,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Run the kernel: output `[N, H, R, L]` and the KV with `inputs.new` written to it in place, if there is any.
+) -> Outputs:
+    """Run the kernel. `kv` and `kv_scales` come back with `inputs.new` written in place, if there is any.
 
     Tiles beyond `tiles.count` leave their output unwritten.
     """
-    outputs = [inputs.q] if inputs.new is None else [inputs.q, inputs.kv, inputs.kv_scales]
-    outputs = [array for array in outputs if array is not None]
     hbm = pl.BlockSpec(memory_space=pl.ANY)
 
     def per_tile(array):
@@ -307,30 +318,38 @@ def call(
         kv=hbm,
         kv_scales=None if inputs.kv_scales is None else hbm,
     )
-    place = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((tiles, inputs)))}
-    results = pl.pallas_call(
+    outputs = Outputs(out=jax.ShapeDtypeStruct(inputs.q.shape, out_dtype))
+    out_specs = Outputs(out=per_tile(inputs.q))
+    if plan.log_sums:
+        log_sums = jax.ShapeDtypeStruct((*inputs.q.shape[:3], LANES), jnp.float32)
+        outputs, out_specs = outputs._replace(log_sums=log_sums), out_specs._replace(log_sums=per_tile(log_sums))
+    in_place = {}
+    if inputs.new is not None:
+        kv = (inputs.kv, inputs.kv_scales)
+        place = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((tiles, inputs)))}
+        before = len(jax.tree.leaves(outputs))
+        in_place = {place[id(array)]: before + i for i, array in enumerate(jax.tree.leaves(kv))}
+        shapes, specs = jax.tree.map(jax.typeof, kv), jax.tree.map(lambda _: hbm, kv)
+        outputs = outputs._replace(kv=shapes[0], kv_scales=shapes[1])
+        out_specs = out_specs._replace(kv=specs[0], kv_scales=specs[1])
+    (results,) = pl.pallas_call(
         functools.partial(_kernel, plan=plan, compute_dtype=compute_dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(inputs.q.shape[0] // plan.tiles_per_program,),
             in_specs=[in_specs],
-            out_specs=[per_tile(inputs.q), *(hbm for _ in outputs[1:])],
+            out_specs=[out_specs],
             scratch_shapes=[_scratch(inputs, plan)],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct(array.shape, array.dtype if i else out_dtype) for i, array in enumerate(outputs)
-        ],
-        input_output_aliases={place[id(array)]: 1 + i for i, array in enumerate(outputs[1:])},
+        out_shape=[outputs],
+        input_output_aliases=in_place,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT
         ),
         interpret=interpret,
         name=name,
     )(tiles, inputs)
-    if inputs.new is None:
-        return results[0], inputs.kv, inputs.kv_scales
-    out, kv, *scales = results
-    return out, kv, scales[0] if scales else None
+    return results if inputs.new is not None else results._replace(kv=inputs.kv, kv_scales=inputs.kv_scales)
 
 
 def _scratch(inputs: Inputs, plan: Plan) -> Scratch:

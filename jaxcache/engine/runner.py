@@ -97,12 +97,15 @@ class TokenLogprobs(NamedTuple):
 
 
 @partial(jax.jit, static_argnames=("graphdef", "implementation"), donate_argnames="kv")
-def _step(graphdef, params, kv, step, sampling, implementation, adapters, rows):
+def _step(graphdef, params, kv, step, implementation, adapters, rows):
     model = nnx.merge(graphdef, params, adapters)
     options = {} if rows is None else {"rows": rows}
     hidden, kv = model(step if len(step) > 1 else step[0], kv, implementation=implementation, **options)
-    tokens, logprobs = sample(model.logits(hidden[step[0].logits_rows]), sampling)
-    return kv, tokens, logprobs, hidden
+    return kv, model.logits(hidden[step[0].logits_rows]), hidden
+
+
+_sample = jax.jit(sample)
+"""A program of its own: it depends on the number of sequences alone, the step on the number of rows too."""
 
 
 @partial(jax.jit, static_argnames="graphdef")
@@ -323,7 +326,7 @@ class ModelRunner:
     def _call(
         self, step: tuple[StepInputs, ...], sampling: SamplingInputs, rows: RowInputs | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        self.kv, tokens, logprobs, hidden = _step(
-            self.graphdef, self.params, self.kv, step, sampling, self._implementation, self.adapters, rows
+        self.kv, logits, hidden = _step(
+            self.graphdef, self.params, self.kv, step, self._implementation, self.adapters, rows
         )
-        return tokens, logprobs, hidden
+        return *_sample(logits, sampling), hidden

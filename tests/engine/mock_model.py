@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxcache.engine import Engine
@@ -30,32 +31,37 @@ class MockModel(nnx.Module):
         self.config = config
         width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        keys = jax.random.split(jax.random.key(seed), 7)
+        rng = np.random.default_rng(seed)
 
-        def weights(key, *shape):
-            return nnx.Param(jax.random.normal(key, shape, jnp.float32) / shape[-2] ** 0.5)
+        def weights(*shape):
+            return nnx.Param(jnp.asarray(rng.standard_normal(shape, np.float32) / shape[-2] ** 0.5, jnp.float32))
 
-        self.embed = weights(keys[0], config.vocab_size, width)
-        self.place = weights(keys[1], config.max_position, width)
-        self.q = weights(keys[2], config.num_layers, width, width)
-        self.k = weights(keys[3], config.num_layers, width, kv_width)
-        self.v = weights(keys[4], config.num_layers, width, kv_width)
-        self.o = weights(keys[5], config.num_layers, width, width)
-        self.head = weights(keys[6], width, config.vocab_size)
+        self.embed = weights(config.vocab_size, width)
+        self.place = weights(config.max_position, width)
+        self.q = weights(config.num_layers, width, width)
+        self.k = weights(config.num_layers, width, kv_width)
+        self.v = weights(config.num_layers, width, kv_width)
+        self.o = weights(config.num_layers, width, width)
+        self.head = weights(width, config.vocab_size)
 
     def __call__(
         self, step: StepInputs, kv: KVCache, implementation: str | None = None
     ) -> tuple[jax.Array, KVCache]:
         config, rows = self.config, step.token_ids.shape[0]
         x = 3 * self.embed[...][step.token_ids] + self.place[...][step.positions]
-        for layer in range(config.num_layers):
-            q = (x @ self.q[layer]).reshape(rows, config.num_heads, config.head_dim)
-            k = (x @ self.k[layer]).reshape(rows, config.num_kv_heads, config.head_dim)
-            v = (x @ self.v[layer]).reshape(rows, config.num_kv_heads, config.head_dim)
-            kv = write_kv(kv, layer, k, v, step.slot_mapping, implementation=implementation)
-            attended = paged_attention(2 * q, kv, layer, step, implementation=implementation)
-            x = jnp.tanh(x + attended.reshape(rows, -1) @ self.o[layer])
-        return x, kv
+
+        def layer(carry, weights):
+            x, kv = carry
+            index, q, k, v, o = weights
+            q = (x @ q).reshape(rows, config.num_heads, config.head_dim)
+            k = (x @ k).reshape(rows, config.num_kv_heads, config.head_dim)
+            v = (x @ v).reshape(rows, config.num_kv_heads, config.head_dim)
+            kv = write_kv(kv, index, k, v, step.slot_mapping, implementation=implementation)
+            attended = paged_attention(2 * q, kv, index, step, implementation=implementation)
+            return (jnp.tanh(x + attended.reshape(rows, -1) @ o), kv), None
+
+        layers = jnp.arange(config.num_layers, dtype=jnp.int32), self.q[...], self.k[...], self.v[...], self.o[...]
+        return jax.lax.scan(layer, (x, kv), layers)[0]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         return 8 * hidden @ self.head[...]

@@ -28,8 +28,14 @@ TINY = AttentionShape(4, 2, 16)
 LENGTHS = ((5, 1), (0, 3), (20, 4))
 
 
-def test_the_command_on_a_cpu(capsys, monkeypatch):
+@pytest.fixture
+def few_tokens(monkeypatch):
     monkeypatch.setattr(correctness, "LENGTHS", LENGTHS)
+    monkeypatch.setattr(correctness, "COMMON", 16)
+    monkeypatch.setattr(correctness, "WITH_COMMON", ((16, 1), (20, 1), (17, 3)))
+
+
+def test_the_command_on_a_cpu(capsys, monkeypatch, few_tokens):
     monkeypatch.setattr(command, "CPU_DTYPES", (("bfloat16", "int8"),))
     assert command.main(["--parts", "correctness", "aot", "--shapes", "SmolLM2-135M"]) == 0
     text = capsys.readouterr().out
@@ -39,14 +45,13 @@ def test_the_command_on_a_cpu(capsys, monkeypatch):
     assert text.rstrip().endswith("all checks passed")
 
 
-def test_the_command_on_an_accelerator(capsys, monkeypatch, tmp_path):
+def test_the_command_on_an_accelerator(capsys, monkeypatch, tmp_path, few_tokens):
     """All of what it does there, with a CPU that says it is a GPU, interpreted kernels and small steps."""
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
     here = Gpu(tuning=SMALL, interpret=True)
     monkeypatch.setattr(command.jax, "devices", lambda: [device])
     monkeypatch.setattr(command, "_on_device", lambda platform, kind: here)
     monkeypatch.setattr(command, "DTYPES", (("bfloat16", "int8"),))
-    monkeypatch.setattr(correctness, "LENGTHS", LENGTHS)
     monkeypatch.setattr(tune, "cost", lambda tried, field, shapes: float(tried.decode_warps != 2))
     for name, lengths in (("decode", ((40, 1), (9, 1))), ("prefill", ((0, 20),))):
         small = functools.partial(getattr(speed, name), lengths=lengths, repeats=1)

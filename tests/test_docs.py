@@ -35,6 +35,7 @@ def test_the_small_examples_run(name):
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_the_adapter_example_runs():
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "lora.py"], capture_output=True, text=True, timeout=600

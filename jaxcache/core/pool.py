@@ -4,10 +4,10 @@ Which blocks are free, in which order they are used again, and how often each is
 reference: blocks without a name first (they hold nothing anybody could ask for), then the least recently
 released; of one released chain, its deepest block first.
 
-The eviction queue is a ring of (block, stamp) entries. An entry counts only while its stamp is the block's own;
-taking a block out of the middle of the queue just advances the block's stamp, which leaves a stale entry behind.
-`allocate` skips stale entries; `release` squeezes them out when the ring is full. So every transition costs
-O(ids), not O(pool), apart from one `compact` in at least `num_blocks` releases.
+The eviction queue is a ring of block ids. An entry counts only while its block says that it is there (`place`);
+taking a block out of the middle of the queue just makes it forget, which leaves a stale entry behind. `allocate`
+skips stale entries; `release` squeezes them out when the ring is full. So every transition costs O(ids), not
+O(pool), apart from one `compact` in at least `num_blocks` releases.
 
 All transitions work under `jit`, `scan`, `vmap` and `eval_shape`. Id vectors are padded with any id outside
 `[0, num_blocks)`; padding is dropped. The ids of one call are distinct. Donating the state makes them in-place.
@@ -23,6 +23,9 @@ from jaxtyping import Array, Bool, Int
 NULL_BLOCK = 0
 """Stands for "no block here" in block tables: never free, named, written or evicted."""
 
+NOWHERE = -1
+"""The place of a block that was taken out of the middle of the queue."""
+
 
 class PoolState(NamedTuple):
     """`N` blocks, a ring of `C` entries (a power of two, at least `4 * N`)."""
@@ -31,10 +34,9 @@ class PoolState(NamedTuple):
     """How many sequences hold the block."""
     named: Bool[Array, "*batch N"]
     """Whether the block's content can be found by others."""
-    stamp: Int[Array, "*batch N"]
-    """Which of the block's ring entries counts."""
+    place: Int[Array, "*batch N"]
+    """Of a queued block, the index of its entry in `ring`; of a held one, `NOWHERE` or where it last was."""
     ring: Int[Array, "*batch C"]
-    ring_stamp: Int[Array, "*batch C"]
     cursor: Int[Array, "*batch 3"]
     """Head and tail of the queue, masked to index the ring (`acquire` keeps the head below `C`); free blocks."""
 
@@ -67,9 +69,8 @@ def init(num_blocks: int, num_usable: int | Int[Array, ""] | None = None) -> Poo
     return PoolState(
         ref_count=jnp.zeros(num_blocks, jnp.int32),
         named=jnp.zeros(num_blocks, jnp.bool_),
-        stamp=jnp.zeros(num_blocks, jnp.int32),
+        place=jnp.arange(-1, num_blocks - 1, dtype=jnp.int32),
         ring=jnp.zeros(capacity, jnp.int32).at[: num_blocks - 1].set(jnp.arange(1, num_blocks, dtype=jnp.int32)),
-        ring_stamp=jnp.zeros(capacity, jnp.int32),
         cursor=jnp.stack([jnp.zeros((), jnp.int32), free, free]),
     )
 
@@ -113,25 +114,25 @@ def acquire(
     ok = (n >= 0) & (n <= capacity) & (num_revived + n + headroom <= num_free)
     n = jnp.where(ok, n, 0)
 
-    stamp = pool.stamp.at[jnp.where(ok & was_free, hits, num_blocks)].add(1, mode="drop")
-    new_ids, head = _take(pool, stamp, head, tail, n, capacity)
+    place = pool.place.at[jnp.where(ok & was_free, hits, num_blocks)].set(NOWHERE, mode="drop")
+    new_ids, head = _take(pool.ring, place, head, tail, n, capacity)
     whole_turns = head & ~(pool.ring.shape[-1] - 1)
     head, tail = head - whole_turns, tail - whole_turns
     held = jnp.concatenate([jnp.where(ok & real, hits, num_blocks), new_ids])
     pool = pool._replace(
         ref_count=pool.ref_count.at[held].add(1, mode="drop"),
         named=pool.named.at[new_ids].set(False, mode="drop"),
-        stamp=stamp.at[new_ids].add(1, mode="drop"),
+        place=place,
         cursor=jnp.stack([head, tail, num_free - jnp.where(ok, num_revived, 0) - n]),
     )
     return pool, new_ids, ok
 
 
-def _take(pool, stamp, head, tail, n, capacity):
+def _take(ring, place, head, tail, n, capacity):
     """The first `n` ids of the queue that are not stale, and the head after them."""
     if capacity == 0:
         return jnp.zeros(0, jnp.int32), head
-    mask = pool.ring.shape[-1] - 1
+    mask = ring.shape[-1] - 1
     window = jnp.arange(capacity + capacity // 2 + 8, dtype=jnp.int32)
 
     def more(carry):
@@ -140,15 +141,15 @@ def _take(pool, stamp, head, tail, n, capacity):
     def take_window(carry):
         position, found, ids, _ = carry
         at = position + window
-        entry = pool.ring[at & mask]
-        counts = (pool.ring_stamp[at & mask] == stamp[entry]) & (at < tail)
+        entry = ring[at & mask]
+        counts = (place[entry] == at & mask) & (at < tail)
         nth = found + jnp.cumsum(counts, dtype=jnp.int32)
         taken = counts & (nth <= n)
         ids = ids.at[jnp.where(taken, nth - 1, capacity)].set(entry, mode="drop")
         after = jnp.max(jnp.where(taken, at + 1, position))
         return position + window.shape[0], jnp.minimum(nth[-1], n), ids, after
 
-    padding = jnp.full(capacity, pool.num_blocks, jnp.int32)
+    padding = jnp.full(capacity, place.shape[-1], jnp.int32)
     _, _, ids, head = lax.while_loop(more, take_window, (head, jnp.zeros((), jnp.int32), padding, head))
     return ids, head
 
@@ -183,11 +184,10 @@ def give_back(pool: PoolState, ids: Int[Array, " K"], first: Bool[Array, ""] | b
     head = head - num_head
     slot = jnp.where(to_tail, tail + nth_tail - 1, head + nth_head - 1) & mask
     slot = jnp.where(freed, slot, pool.ring.shape[-1])
-    stamps = pool.stamp.at[ids].get(mode="fill", fill_value=0)
     return pool._replace(
         ref_count=pool.ref_count.at[jnp.where(held, ids, num_blocks)].add(-1, mode="drop"),
+        place=pool.place.at[jnp.where(freed, ids, num_blocks)].set(slot, mode="drop"),
         ring=pool.ring.at[slot].set(ids, mode="drop"),
-        ring_stamp=pool.ring_stamp.at[slot].set(stamps, mode="drop"),
         cursor=jnp.stack([head, tail + num_tail, num_free + num_tail + num_head]),
     )
 
@@ -225,23 +225,22 @@ def compact(pool: PoolState) -> PoolState:
     head, tail, num_free = pool.cursor[0], pool.cursor[1], pool.cursor[2]
     at = head + jnp.arange(capacity, dtype=jnp.int32)
     entry = pool.ring[at & (capacity - 1)]
-    stamps = pool.ring_stamp[at & (capacity - 1)]
-    counts = (stamps == pool.stamp[entry]) & (at < tail)
+    counts = (pool.place[entry] == at & (capacity - 1)) & (at < tail)
     slot = jnp.where(counts, jnp.cumsum(counts, dtype=jnp.int32) - 1, capacity)
     return pool._replace(
+        place=pool.place.at[jnp.where(counts, entry, pool.num_blocks)].set(slot, mode="drop"),
         ring=jnp.zeros_like(pool.ring).at[slot].set(entry, mode="drop"),
-        ring_stamp=jnp.full_like(pool.ring_stamp, -1).at[slot].set(stamps, mode="drop"),
         cursor=jnp.stack([jnp.zeros_like(head), num_free, num_free]),
     )
 
 
 def queue(pool: PoolState) -> np.ndarray:
     """Ids of all free blocks, the next victim first. On the host, O(pool)."""
-    ring, ring_stamp, stamp = np.asarray(pool.ring), np.asarray(pool.ring_stamp), np.asarray(pool.stamp)
+    ring, place = np.asarray(pool.ring), np.asarray(pool.place)
     head, tail, _ = np.asarray(pool.cursor)
     at = np.arange(head, tail) & (len(ring) - 1)
     entry = ring[at]
-    return entry[ring_stamp[at] == stamp[entry]]
+    return entry[place[entry] == at]
 
 
 def check_invariants(pool: PoolState) -> None:

@@ -228,7 +228,7 @@ def test_broken_states_are_told_apart():
         "counted free": state._replace(cursor=state.cursor.at[2].add(1)),
         "both free and held": state._replace(ref_count=state.ref_count.at[4].set(1)),
         "null block is free, held or named": state._replace(named=state.named.at[0].set(True)),
-        "queued twice": state._replace(ring=state.ring.at[3].set(state.ring[2])),
+        "2 queued": state._replace(ring=state.ring.at[3].set(state.ring[2])),
     }
     pool.check_invariants(state)
     for message, bad in broken.items():

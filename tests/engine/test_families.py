@@ -48,7 +48,13 @@ def workload(vocab_size: int, seed: int) -> list[list[int]]:
     return [texts[nth % 2] + rng.integers(0, vocab_size, 2 + nth).tolist() for nth in range(7)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+LIKE_OTHERS = ("qwen2", "mistral", "gemma2", "qwen3_moe", "mixtral")
+"""Families whose groups are those of another one."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in NAMES]
+)
 def test_caching_changes_no_answer(name):
     config = load(name)[1]
     num_groups = len(config.layer_groups)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -323,4 +324,5 @@ EngineMachine.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine = pytest.mark.slow(EngineMachine.TestCase)
+"""A step of its own in `.ci/run`."""

@@ -45,6 +45,7 @@ def test_the_command_on_a_cpu(capsys, monkeypatch, few_tokens):
     assert text.rstrip().endswith("all checks passed")
 
 
+@pytest.mark.slow
 def test_the_command_on_an_accelerator(capsys, monkeypatch, tmp_path, few_tokens):
     """All of what it does there, with a CPU that says it is a GPU, interpreted kernels and small steps."""
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")

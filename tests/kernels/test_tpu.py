@@ -20,6 +20,8 @@ from jaxcache.kernels.paged_attention import paged_attention, tpu_attend, tpu_ri
 from jaxcache.kernels.tuning import TpuTuning
 from tests.kernels.scenes import LAYER, Scene
 
+slow = pytest.mark.slow
+
 TOLERANCE = {
     "float32": 2e-6,
     "bfloat16": 2e-2,
@@ -189,7 +191,13 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+ONE_BY_ONE = ("window of several chunks", "soft cap", "sinks")
+"""Of the options, those that "all" has as well."""
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param(OPTIONS[name], marks=slow if name in ONE_BY_ONE else (), id=name) for name in OPTIONS]
+)
 def test_options(options):
     unheld = {0: 280 // 16} if options.get("sliding_window") == 5 else {}
     if "sinks" in options:
@@ -214,17 +222,24 @@ def test_shapes(shape):
     ("kv_dtype", "shape"),
     [
         ("float8_e4m3fn", {"head_dim": 128}),
-        ("float8_e5m2", {"block_size": 32}),
+        pytest.param("float8_e5m2", {"block_size": 32}, marks=slow),
         ("int8", {"head_dim": 64, "heads": 9, "kv_heads": 3}),
-        ("int8", {"head_dim": 128, "block_size": 64}),
+        pytest.param("int8", {"head_dim": 128, "block_size": 64}, marks=slow),
     ],
 )
 def test_narrow_kv(kv_dtype, shape):
     run(Scene(SHORT, kv_dtype=kv_dtype, **shape), tpu())
 
 
-@pytest.mark.parametrize(("block_size", "chunk"), [(8, 128), (256, 256)])
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("block_size", "chunk", "kv_dtype"),
+    [
+        (8, 128, "bfloat16"),
+        (256, 256, "int8"),
+        pytest.param(8, 128, "int8", marks=slow),
+        pytest.param(256, 256, "bfloat16", marks=slow),
+    ],
+)
 def test_block_sizes(block_size, chunk, kv_dtype):
     tuning = tuned(chunk=chunk, prefill_sizes=(chunk,), decode_sizes=(chunk,))
     run(Scene(SHORT, head_dim=128, block_size=block_size, kv_dtype=kv_dtype), tpu(tuning=tuning))
@@ -244,7 +259,7 @@ def tuned(**changes) -> TpuTuning:
     return TpuTuning(**(vars(SMALL) | changes))
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kv_dtype", TOLERANCE)
 @pytest.mark.parametrize(

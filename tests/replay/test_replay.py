@@ -39,7 +39,9 @@ def hits(policy: str, num_blocks: int) -> int:
     return replay(first(600), block_size=512, num_blocks=num_blocks, policy=policy).hit_tokens
 
 
-@pytest.mark.parametrize(("policy", "tolerance"), [("lru", 0.0), ("s3fifo", 0.03)])
+@pytest.mark.parametrize(
+    ("policy", "tolerance"), [("lru", 0.0), pytest.param("s3fifo", 0.03, marks=pytest.mark.slow)]
+)
 def test_the_sweep_gives_what_the_replay_gives(policy, tolerance):
     swept = sweep(first(600), block_size=512, num_blocks=[400, 1500], policy=policy)
     np.testing.assert_allclose(swept, [hits(policy, 400), hits(policy, 1500)], rtol=tolerance)

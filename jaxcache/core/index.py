@@ -22,7 +22,7 @@ class PrefixIndex(Protocol):
     """Blocks whose fingerprint matched but whose content did not."""
 
     def __len__(self) -> int:
-        """Distinct contents that can be found."""
+        """Distinct contents that can be found; `HashIndex` takes those of one fingerprint for one."""
         ...
 
     def resident(self, request: Request, group_ids: Sequence[int], num_blocks: int) -> np.ndarray:

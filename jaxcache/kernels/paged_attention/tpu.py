@@ -167,25 +167,26 @@ class _Attention:
         size = self._tile_tokens(jnp.dtype(q.dtype).itemsize * self.layout.lanes)
         tiles = cut_tiles(self.step.tiles, size, q.shape[0])
         rows = tiles.row[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        chunk, sizes = self._chunk(self.tuning.prefill_sizes)
-        plan = Plan(
-            tile_rows=size,
-            chunk=chunk,
-            sizes=sizes,
-            tiles_per_program=1,
-            row_sum=self._row_sum,
-            depth=self.tuning.depth,
-            stacked_heads=0,
-            window=self.window,
-            cap=self.cap,
-        )
+        plan = self._plan_of_many_rows(size)
         refs = self._tile_refs(tiles, jnp.sum(tiles.kv_end > 0, dtype=jnp.int32), self._window_start(tiles))
         inputs = self._inputs(self._pack(q, rows), kv, sinks=self._sinks_of_rows(size))
         return self._unpack(self._call("paged_attention_prefill", plan, refs, inputs, q.dtype).out, tiles, q.shape)
 
-    @property
-    def _row_sum(self) -> str:
-        return self.tuning.row_sum if self.layout.lanes % LANES == 0 else "lanes"
+    def _plan_of_many_rows(self, tile_rows: int, *, log_sums: bool = False) -> Plan:
+        """For tiles of a prefill, or (`tile_rows` 1) of a run's members."""
+        chunk, sizes = self._chunk(self.tuning.prefill_sizes)
+        return Plan(
+            tile_rows=tile_rows,
+            chunk=chunk,
+            sizes=sizes,
+            tiles_per_program=1,
+            row_sum=self.tuning.row_sum if self.layout.lanes % LANES == 0 else "lanes",
+            depth=self.tuning.depth,
+            stacked_heads=0,
+            window=self.window,
+            cap=self.cap,
+            log_sums=log_sums,
+        )
 
     def _tile_tokens(self, result_bytes: int) -> int:
         """A power of two of tokens that makes about `prefill_rows` rows per KV head, as far as they fit in VMEM;
@@ -261,18 +262,7 @@ class _Attention:
         assert self.shared is not None
         size = min(self._tile_tokens(4 * (self.layout.lanes + LANES)), -(-run.shape[0] // SUBLANES) * SUBLANES)
         tiles = cut_runs(self.shared, run, size)
-        chunk, sizes = self._chunk(self.tuning.prefill_sizes)
-        plan = Plan(
-            tile_rows=1,
-            chunk=chunk,
-            sizes=sizes,
-            tiles_per_program=1,
-            row_sum=self._row_sum,
-            depth=self.tuning.depth,
-            stacked_heads=0,
-            cap=self.cap,
-            log_sums=True,
-        )
+        plan = self._plan_of_many_rows(1, log_sums=True)
         table = self.step.block_tables.shape[0] + tiles.run
         refs = self._tile_refs(
             Tiles(table, tiles.run, tiles.kv_end - 1, tiles.kv_end), jnp.sum(tiles.kv_end > 0, dtype=jnp.int32)

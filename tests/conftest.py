@@ -15,9 +15,11 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    jax.config.update("jax_disable_most_optimizations", True)  # most of the suite's time is XLA's
 
 PROGRAMS = tempfile.TemporaryDirectory()
-"""What this process has compiled, found again by the tests of other files: most of their time is XLA's."""
+"""What this process has compiled, found again by the tests of other files."""
 jax.config.update("jax_compilation_cache_dir", PROGRAMS.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
@@ -35,3 +37,12 @@ def unload_programs():
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > MAX_MAPS:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def optimized_programs():
+    """Programs as users have them, for a model so large that running it takes longer than compiling it."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("optimized_programs")
 def test_the_readme_example_runs(capsys):
     code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     assert 20 <= len(code.splitlines()) <= 32

@@ -6,7 +6,7 @@ import pytest
 from jaxcache import CacheConfig, Engine, SamplingParams, SchedulerConfig
 from jaxcache.models.loading import load_model
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("optimized_programs")]
 
 PREFACE = (
     "You are a helpful assistant. Here is what you know. The lighthouse of Port Ellen was built in 1832 by a "

@@ -76,7 +76,6 @@ class Runner:
         kv_dtype: str = "float32",
         implementation: str | None = None,
         block_size: int = BLOCK_SIZE,
-        fast_compile: bool = False,
     ):
         graph, self.params = nnx.split(model)
         self.kv = kv_for(model.config, num_blocks, kv_dtype, block_size)
@@ -86,8 +85,7 @@ class Runner:
             hidden, kv = model(step, kv, implementation)
             return model.logits(hidden), kv
 
-        options = {"xla_backend_optimization_level": 0} if fast_compile else None
-        self.forward = jax.jit(forward, donate_argnames="kv", compiler_options=options)
+        self.forward = jax.jit(forward, donate_argnames="kv")
 
     def __call__(self, step: StepInputs | tuple[StepInputs, ...]) -> np.ndarray:
         logits, self.kv = self.forward(self.params, self.kv, step)

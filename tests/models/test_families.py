@@ -61,7 +61,7 @@ class Groups:
         self.num_groups = len(model.config.layer_groups)
         self.num_blocks = 1 + BLOCKS_PER_GROUP * self.num_groups
         self.dtype = dtype
-        self.runner = Runner(model, self.num_blocks, dtype, implementation, BLOCK_SIZE, fast_compile=True)
+        self.runner = Runner(model, self.num_blocks, dtype, implementation, BLOCK_SIZE)
 
     def fresh(self) -> "Groups":
         """The same compiled functions with a pool full of NaN."""

@@ -10,7 +10,7 @@ from jaxcache.models.loading import find_model, load_model
 
 ROWS, BLOCK_SIZE, TILE = 64, 16, 16
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("optimized_programs")]
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,7 @@ ATOL = 2e-4
 """f32: sums in another order than the merged weights'."""
 
 
-FAST_COMPILE = {"xla_backend_optimization_level": 0}
-
-
-@functools.partial(jax.jit, static_argnames="graph", compiler_options=FAST_COMPILE)
+@functools.partial(jax.jit, static_argnames="graph")
 def logits_of(graph, state, step, rows):
     model = nnx.merge(graph, state)
     kv = kv_for(model.config, 6, block_size=16)

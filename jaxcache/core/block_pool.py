@@ -166,8 +166,9 @@ class BlockPool:
                 self._state = self._transitions.name(self._state, nobody, np.zeros(capacity, np.uint32))
             self._state = self._transitions.unname(self._state, nobody)
             if capacity >= max_ids:
-                return
+                break
             capacity *= 2
+        self._transitions.unname_all(jax.tree.map(jnp.copy, self._state))
 
     def queue(self) -> np.ndarray:
         """Ids of all free blocks, the next victim first. O(pool): for tests and diagnosis."""

@@ -300,6 +300,7 @@ class KVCacheManager:
         """
         if not all(isinstance(group.spec, FullAttentionSpec) for group in self.groups):
             raise ValueError("only a sequence of full attention can be cut: other layers no longer have its past")
+        request.check_kept(num_tokens)
         request.quiet_until = 0
         kept = min(num_tokens, request.num_computed_tokens)
         for manager in self.coordinator.managers:

@@ -36,6 +36,7 @@ class CacheConfig:
         _positive(self, "block_size")
         _positive(self, "num_blocks", minimum=2, optional=True)
         _positive(self, "hash_block_size", optional=True)
+        _boolean(self, "enable_prefix_caching", "shared_prefix_attention", "check_steps")
         get_hash_function(self.prefix_caching_hash_algo)
         if self.eviction_policy not in EVICTION_POLICIES:
             raise ValueError(
@@ -75,6 +76,7 @@ class SchedulerConfig:
         _positive(self, "max_model_len", optional=True)
         _positive(self, "long_prefill_token_threshold", minimum=0)
         _positive(self, "decode_steps")
+        _boolean(self, "enable_chunked_prefill", "reserve_full_sequence")
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"SchedulerConfig.policy must be 'fcfs' or 'priority', got {self.policy!r}")
         if not isinstance(self.watermark, int | float) or not 0.0 <= self.watermark < 1.0:
@@ -89,3 +91,9 @@ def _positive(config: object, field: str, minimum: int = 1, optional: bool = Fal
         raise ValueError(
             f"{type(config).__name__}.{field} must be an integer of at least {minimum}, got {value!r}"
         )
+
+
+def _boolean(config: object, *fields: str) -> None:
+    for field in fields:
+        if not isinstance(value := getattr(config, field), bool):
+            raise ValueError(f"{type(config).__name__}.{field} must be True or False, got {value!r}")

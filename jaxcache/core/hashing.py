@@ -199,7 +199,9 @@ class BlockHasher(NamedTuple):
 def get_request_block_hasher(
     block_size: int, algorithm: str = "sha256", hash_seed: str | None = None
 ) -> BlockHasher:
-    """A hasher of blocks of `block_size` tokens."""
+    """A hasher of blocks of `block_size` tokens; a `ValueError` unless that is a positive integer."""
+    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size <= 0:
+        raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
     return BlockHasher(block_size, get_hash_function(algorithm), root_hash(algorithm, hash_seed))
 
 

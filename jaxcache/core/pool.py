@@ -159,7 +159,8 @@ def release(pool: PoolState, ids: Int[Array, " K"], first: Bool[Array, ""] | boo
 
     Named blocks go to its tail in the order given; nameless ones to its head, the first given being the next used.
     So a chain is released deepest block first. Ids that are not held are ignored. `first`: all go to the head;
-    named ones can be found until they are used.
+    named ones can be found until they are used. Under `vmap` it compacts every time: `compact` when there is need,
+    and `give_back`, cost less there.
     """
     ids = jnp.asarray(ids, jnp.int32)
     return give_back(lax.cond(_room(pool) < ids.shape[0], compact, lambda p: p, pool), ids, first)

@@ -142,6 +142,10 @@ class Request:
         vocab_size: int | None = None,
         block_hasher: BlockHasher | None = None,
     ) -> None:
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise ValueError(f"cache_salt must be a string, got {cache_salt!r}")
+        if not isinstance(priority, int | np.integer) or isinstance(priority, bool):
+            raise ValueError(f"priority must be an integer, got {priority!r}")
         self.request_id = request_id
         self.prompt_embeds = prompt_embeds
         if prompt_token_ids is None:
@@ -250,16 +254,25 @@ class Request:
         return not self.features and self.prompt_embeds is None
 
     def append_output_token_ids(self, token_ids: int | Iterable[int]) -> None:
-        """Append generated tokens."""
-        if isinstance(token_ids, int):
+        """Append generated tokens; a `ValueError`, with nothing appended, as in `pack_token_ids`."""
+        if type(token_ids) is int and 0 <= token_ids < (self.vocab_size or MAX_TOKEN_ID + 1):  # once per token
             self.all_token_ids.append(token_ids)
-        else:
-            self.all_token_ids.extend(pack_token_ids(token_ids, self.vocab_size, "output"))
+            return
+        several = token_ids if isinstance(token_ids, Iterable) else (token_ids,)
+        self.all_token_ids.extend(pack_token_ids(several, self.vocab_size, "output"))
+
+    def check_kept(self, num_tokens: int) -> None:
+        """A `ValueError` unless the request can be cut to `num_tokens` tokens."""
+        if (
+            not isinstance(num_tokens, int)
+            or isinstance(num_tokens, bool)
+            or not 0 < num_tokens <= self.num_tokens
+        ):
+            raise ValueError(f"cannot keep {num_tokens!r} of {self.num_tokens} tokens")
 
     def truncate(self, num_tokens: int) -> None:
         """Forget all tokens past the first `num_tokens`, and the hashes of the blocks that they were in."""
-        if not 0 < num_tokens <= self.num_tokens:
-            raise ValueError(f"cannot keep {num_tokens} of {self.num_tokens} tokens")
+        self.check_kept(num_tokens)
         del self.all_token_ids[num_tokens:]
         self.num_prompt_tokens = min(self.num_prompt_tokens, num_tokens)
         if self.block_hasher is not None:

@@ -146,8 +146,6 @@ class EngineCore:
         """
         if pooling not in (None, "last", "mean"):
             raise ValueError(f"pooling must be 'last' or 'mean', got {pooling!r}")
-        if cache_salt is not None and not isinstance(cache_salt, str):
-            raise ValueError(f"cache_salt must be a string, got {cache_salt!r}")
         inputs = prompt if isinstance(prompt, PromptInputs) else PromptInputs(prompt)
         self._check_rows(inputs.rows)
         loaded = None if adapter is None else self.adapters[adapter]

@@ -1,7 +1,7 @@
 """The engine on text: prompts in, text out, around `EngineCore`."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -64,6 +64,9 @@ class Engine:
         self.chat_template = chat_template
         self.name = name
         sizes = choose_sizes(config, self.cache_config, self.scheduler_config)
+        limits = self.scheduler_config.max_num_batched_tokens, self.scheduler_config.max_num_seqs
+        if buckets is not None:
+            buckets.check_room(*limits)
         self.max_model_len = sizes.max_model_len
         self.runner = ModelRunner(
             model,
@@ -72,10 +75,7 @@ class Engine:
             block_size=self.cache_config.block_size,
             kv_dtype=sizes.kv_dtype,
             max_model_len=sizes.max_model_len,
-            buckets=buckets
-            or Buckets.for_limits(
-                self.scheduler_config.max_num_batched_tokens, self.scheduler_config.max_num_seqs
-            ),
+            buckets=buckets or Buckets.for_limits(*limits),
             implementation=implementation,
             lora=lora,
             check_steps=self.cache_config.check_steps,
@@ -252,7 +252,7 @@ class Engine:
             request_id = f"request-{next(self._ids)}"
         if self._concerns(request_id):
             raise ValueError(f"request id {request_id!r} is in use: give each request its own")
-        text, tokens = self._encode(prompt)
+        text, inputs = self._encode(prompt)
         if isinstance(params, SamplingParams) and params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         arrival = time.perf_counter()
@@ -264,7 +264,7 @@ class Engine:
                 sampling, pooling = _for_core(params, completion.index)
                 request = self.core.add_request(
                     _core_id(output, completion),
-                    tokens,
+                    inputs,
                     sampling,
                     adapter=adapter,
                     cache_salt=cache_salt,
@@ -274,7 +274,10 @@ class Engine:
                 output.prompt_token_ids = output.prompt_token_ids or request.prompt_token_ids
                 answer = Answer.begin(request, output, completion, params, self.tokenizer)
                 self._answers[request.request_id] = answer
-        except ValueError:
+        except BaseException:
+            for core_id in (_core_id(output, completion) for completion in completions):
+                self.core.finish(core_id, RequestStatus.FINISHED_ABORTED)
+                self._answers.pop(core_id, None)
             del self._outputs[request_id]
             raise
         return request_id
@@ -384,14 +387,14 @@ class Engine:
         """The token ids of `text`; a `ValueError` for an engine without a tokenizer."""
         return self._text_tokenizer().encode(text, add_special_tokens=add_special_tokens)
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, Iterable[int] | PromptInputs]:
+    def _encode(self, prompt: Prompt) -> tuple[str | None, PromptInputs]:
         if isinstance(prompt, str):
-            return prompt, self.encode(prompt)
+            return prompt, PromptInputs(self.encode(prompt))
         if isinstance(prompt, PromptInputs):
             return None, prompt
         if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):
             raise ValueError(f"a prompt must be a string or a sequence of token ids, got {type(prompt).__name__}")
-        return None, prompt
+        return None, PromptInputs(prompt)
 
     def _text_tokenizer(self) -> TextTokenizer:
         if self.tokenizer is None:

@@ -53,6 +53,8 @@ class PromptInputs:
     def __post_init__(self) -> None:
         if (self.token_ids is None) == (self.embeds is None):
             raise ValueError("PromptInputs take token_ids or embeds, one of the two")
+        if self.token_ids is not None and not hasattr(self.token_ids, "__len__"):
+            object.__setattr__(self, "token_ids", list(self.token_ids))
         if self.embeds is not None:
             object.__setattr__(self, "embeds", checked_rows(self.embeds, "PromptInputs.embeds"))
         if wrong := [one for one in self.features if not isinstance(one, Feature)]:

@@ -92,11 +92,28 @@ class PrefixCache:
     `commit` says that it was computed and which token follows. Only committed blocks can be found by others.
     """
 
-    def __init__(self, config: CacheConfig, *, max_model_len: int | None = None, max_seqs: int = 64) -> None:
-        """`max_model_len`: the longest sequence, by default what the pool holds. `max_seqs`: most in a step."""
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        max_model_len: int | None = None,
+        max_seqs: int = 64,
+        buckets: Buckets | None = None,
+    ) -> None:
+        """`max_model_len`: the longest sequence, by default what the pool holds. `max_seqs`: most in a step.
+
+        `buckets`: the shapes that `step_inputs` gives, by default powers of two up to a step of `max_seqs` whole
+        sequences; `max_seqs` is then not asked.
+        """
         num_blocks = _num_blocks(config)
+        capacity = (num_blocks - 1) * config.block_size
         self.config = config
-        self._max_model_len = max_model_len or (num_blocks - 1) * config.block_size
+        self._max_model_len = capacity if max_model_len is None else max_model_len
+        if not 0 < self._max_model_len <= capacity:
+            raise ValueError(
+                f"max_model_len must lie in [1, {capacity}], the tokens of {num_blocks} blocks, got "
+                f"{max_model_len!r}: lower it, or raise CacheConfig.num_blocks"
+            )
         self._kv = KVCacheManager(
             [KVCacheGroup(FullAttentionSpec(config.block_size))],
             num_blocks,
@@ -110,7 +127,7 @@ class PrefixCache:
             self._hasher = get_request_block_hasher(
                 self._kv.hash_block_size, config.prefix_caching_hash_algo, config.hash_seed
             )
-        self._buckets = Buckets.for_limits(self._max_model_len * max_seqs, max_seqs)
+        self._buckets = buckets or Buckets.for_limits(self._max_model_len * max_seqs, max_seqs)
         self._open: dict[str, CachedSequence] = {}
         self._ids = count()
 
@@ -146,6 +163,8 @@ class PrefixCache:
         output then predicts the next token only in the step that reaches the sequence's end. `CacheFull` if a
         token committed since has no room.
         """
+        if max_tokens is not None and max_tokens <= 0:
+            raise ValueError(f"max_tokens must be positive, got {max_tokens!r}")
         slices = [self._slice(self._request(sequence), max_tokens) for sequence in sequences]
         shape = self._buckets.fit(sum(len(piece.token_ids) for piece in slices), len(slices))
         (step,) = build_step_inputs(
@@ -162,7 +181,8 @@ class PrefixCache:
         """The step was computed: its full blocks become findable, and `token` is appended.
 
         `num_tokens`: how many tokens of the sequence the step computed, by default all that were left. `token` is
-        what comes after the last; `None` while the prompt is computed piece by piece.
+        what comes after the last; `None` while the prompt is computed piece by piece. A `ValueError`, with nothing
+        changed, if the two do not go with what `step_inputs` gave.
         """
         request = self._request(sequence)
         left = request.num_tokens - request.num_computed_tokens
@@ -171,11 +191,17 @@ class PrefixCache:
             raise ValueError(f"num_tokens {done} computed, but the sequence had {left} left to compute")
         if token is not None and done < left:
             raise ValueError(f"a token follows the last one, but {left - done} before it are not computed yet")
+        room = len(self.block_ids(sequence)) * self.config.block_size
+        if request.num_computed_tokens + done > room:
+            raise ValueError(
+                f"{request.num_computed_tokens + done} tokens computed, but the sequence's blocks hold {room}: "
+                "step_inputs takes the blocks that the next step writes"
+            )
+        following = () if token is None else pack_token_ids([token], what="committed")
         request.num_computed_tokens += done
         if self.config.enable_prefix_caching:
             self._kv.cache_blocks(request, request.num_computed_tokens)
-        if token is not None:
-            request.append_output_token_ids([int(token)])
+        request.append_output_token_ids(following)
 
     def extend(self, sequence: CachedSequence, token_ids: Iterable[int]) -> None:
         """Append known tokens. Blocks for them are taken when they are to be computed."""

@@ -10,6 +10,7 @@ from jaxcache.core.config import CacheConfig, SchedulerConfig
 from jaxcache.core.specs import KVCacheGroup
 from jaxcache.engine.groups import block_bytes, kv_cache_groups
 from jaxcache.engine.runner import ModelConfigLike
+from jaxcache.kernels import layout
 
 CPU_KV_BYTES = 1 << 30
 """Memory for KV on a CPU, where JAX does not say how much there is."""
@@ -26,7 +27,7 @@ class Sizes:
 
 def choose_sizes(model: ModelConfigLike, cache: CacheConfig, scheduler: SchedulerConfig) -> Sizes:
     """Sizes for `model`; a `ValueError`, at construction, where what was asked does not go together."""
-    kv_dtype = jnp.dtype(cache.kv_cache_dtype or default_dtype())
+    kv_dtype = layout.kv_dtype(default_dtype() if cache.kv_cache_dtype is None else cache.kv_cache_dtype)
     num_blocks = cache.num_blocks or max(2, kv_memory() // block_bytes(model, cache.block_size, kv_dtype))
     groups = kv_cache_groups(model, cache.block_size)
     capacity = _longest(groups, num_blocks - 1, model.max_position, scheduler.max_num_batched_tokens)

@@ -58,6 +58,15 @@ class Buckets:
         """Powers of two from 16 tokens on, powers of eight from 1 sequence on, up to the limits."""
         return cls(_powers(16, 2, max_tokens), _powers(1, 8, max_seqs))
 
+    def check_room(self, max_tokens: int, max_seqs: int) -> None:
+        """A `ValueError` unless steps of so many tokens and sequences fit."""
+        if self.token_counts[-1] < max_tokens or self.seq_counts[-1] < max_seqs:
+            raise ValueError(
+                f"buckets of up to {self.token_counts[-1]} tokens and {self.seq_counts[-1]} sequences do not hold "
+                f"steps of {max_tokens} tokens and {max_seqs} sequences: add larger ones, or lower "
+                "SchedulerConfig.max_num_batched_tokens and max_num_seqs"
+            )
+
     def fit(self, num_tokens: int, num_seqs: int) -> StepShape:
         """The smallest shape for so many rows of so many sequences; a `ValueError` if there is none."""
         seqs = _at_least(self.seq_counts, num_seqs, "sequences")

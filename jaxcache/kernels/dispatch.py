@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
+
 from jaxcache.kernels.tuning import GpuTuning, TpuTuning, gpu_tuning, tpu_tuning
 
 DEFAULT = "xla"
@@ -41,6 +43,18 @@ class Gpu:
 
 
 Implementation = str | Tpu | Gpu | None
+
+
+def check_runs_here(implementation: Implementation) -> None:
+    """A `ValueError` where the default device cannot run `implementation`'s kernels."""
+    here, interpreted = jax.default_backend(), getattr(implementation, "interpret", False)
+    for name, kind in (("tpu", Tpu), ("gpu", Gpu)):
+        if not (implementation == name or isinstance(implementation, kind)) or here == name or interpreted:
+            continue
+        raise ValueError(
+            f"implementation {implementation!r} needs a {name.upper()}, but JAX computes on {here}: leave it out "
+            "for the one that works everywhere, or install JAX for that device"
+        )
 
 
 def backend(operation: str, implementation: Implementation, modules: Mapping[str, str]) -> Callable[..., Any]:

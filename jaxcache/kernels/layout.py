@@ -19,6 +19,9 @@ REGISTER_LANES = 128
 it."""
 
 
+KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+
+
 class KVCache(NamedTuple):
     """The KV of all layers of one group. `L` layers, `B` blocks, `H` KV heads, `P` planes, `S` slots, `D`
     lanes."""
@@ -93,15 +96,24 @@ class KVLayout:
         return layout
 
 
+def kv_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """`dtype`; a `ValueError` if a KV array cannot have it."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in KV_DTYPES:
+        name = getattr(found, "name", dtype)
+        raise ValueError(f"KV dtype {name} is not supported: choose one of {', '.join(KV_DTYPES)}")
+    return found
+
+
 def init_kv(layout: KVLayout, num_layers: int, num_blocks: int, dtype: jax.typing.DTypeLike) -> KVCache:
     """A zeroed KV array of `num_layers * num_blocks` blocks, allocated once and then donated from step to step.
 
     `dtype`: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, or int8 (with f32 scales beside the blocks).
     """
-    dtype = jnp.dtype(dtype)
-    supported = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
-    if dtype.name not in supported:
-        raise ValueError(f"KV dtype {dtype.name} is not supported: choose one of {', '.join(supported)}")
+    dtype = kv_dtype(dtype)
     if num_layers <= 0 or num_blocks <= 1:
         raise ValueError(
             f"a KV array needs at least 1 layer and 2 blocks (block 0 is the null block), "

@@ -36,20 +36,34 @@ def admit(manager, request, chunk=None, **options):
     return hit, new.get_block_ids()[0]
 
 
+OPTIONS = st.fixed_dictionaries(
+    {
+        "num_lookahead_tokens": st.sampled_from([0, 0, 0, 1, 6]),
+        "delay_cache_blocks": st.booleans(),
+        "full_sequence_must_fit": st.booleans(),
+        "reserved_blocks": st.sampled_from([0, 0, 2]),
+        "has_scheduled_reqs": st.booleans(),
+    }
+)
+"""What the scheduler, and a user of the manager alone, can ask of an allocation."""
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """Blocks as entries of a deque, content as tuples of tokens: what the manager must amount to."""
 
     NUM_BLOCKS = 14
+    WATERMARK = 1
     waiting = Bundle("waiting")
     running = Bundle("running")
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = make_manager(self.NUM_BLOCKS)
+        self.manager = make_manager(self.NUM_BLOCKS, watermark=self.WATERMARK / self.NUM_BLOCKS)
         self.queue = deque(range(1, self.NUM_BLOCKS))
         self.refs = [0] * self.NUM_BLOCKS
         self.content: dict[int, tuple] = {}
         self.tables: dict[str, list[int]] = {}
+        self.requests: dict[str, Request] = {}
         self.names: list[int] = []
         """Blocks in the order in which they were named."""
         self.ids = 0
@@ -61,10 +75,12 @@ class ManagerMachine(RuleBasedStateMachine):
     )
     def add(self, tokens, salt):
         self.ids += 1
-        return Request(str(self.ids), tokens, cache_salt=salt, block_hasher=HASHER)
+        request = Request(str(self.ids), tokens, cache_salt=salt, block_hasher=HASHER)
+        self.requests[request.request_id] = request
+        return request
 
-    @rule(target=running, request=consumes(waiting), chunk=st.integers(1, 16))
-    def admit(self, request, chunk):
+    @rule(target=running, request=consumes(waiting), chunk=st.integers(1, 16), options=OPTIONS)
+    def admit(self, request, chunk, options):
         expected = []
         for n in range(BLOCK, request.num_tokens, BLOCK):
             found = [i for i in self.names if self.content[i] == (request.cache_salt, *request.all_token_ids[:n])]
@@ -74,38 +90,51 @@ class ManagerMachine(RuleBasedStateMachine):
         blocks, hit = self.manager.get_computed_blocks(request)
         assert (blocks.get_block_ids(), hit) == ([expected], BLOCK * len(expected))
         n = min(chunk, request.num_tokens - hit)
-        self.allocate(request, hit + n, self.manager.allocate_slots(request, n, hit, blocks), expected)
+        got = self.manager.allocate_slots(request, n, hit, blocks, **options)
+        watermark = self.WATERMARK if options["has_scheduled_reqs"] else 0
+        self.allocate(request, hit + n, got, options, expected, watermark)
         return request
 
-    @rule(request=running, chunk=st.integers(1, 16))
-    def go_on(self, request, chunk):
+    @rule(request=running, chunk=st.integers(1, 16), options=OPTIONS)
+    def go_on(self, request, chunk, options):
         left = request.num_tokens - request.num_computed_tokens
         if request.request_id in self.tables and left:
             n = min(chunk, left)
-            self.allocate(request, request.num_computed_tokens + n, self.manager.allocate_slots(request, n), [])
+            got = self.manager.allocate_slots(request, n, **options)
+            self.allocate(request, request.num_computed_tokens + n, got, options)
 
-    def allocate(self, request, computed, got, hits):
+    def allocate(self, request, computed, got, options, hits=(), watermark=0):
         table = [*self.tables.get(request.request_id, []), *hits]
-        need = -(-computed // BLOCK) - len(table)
-        if need + sum(self.refs[i] == 0 for i in hits) > len(self.queue):
+        need = max(0, -(-(computed + options["num_lookahead_tokens"]) // BLOCK) - len(table))
+        headroom = watermark + options["reserved_blocks"]
+        if options["full_sequence_must_fit"]:
+            headroom = max(headroom, watermark + max(0, -(-request.num_tokens // BLOCK) - len(table)) - need)
+        if need + headroom + sum(self.refs[i] == 0 for i in hits) > len(self.queue):
             assert got is None
             return
         for i in hits:
             if not self.refs[i]:
                 self.queue.remove(i)
             self.refs[i] += 1
-        new = [self.queue.popleft() for _ in range(need)]
-        assert got.get_block_ids() == [new]
-        for i in new:
-            self.refs[i] = 1
-            self.forget(i)
-        self.tables[request.request_id] = table = table + new
-        for nth in range(computed // BLOCK):
-            if table[nth] not in self.content:
-                self.content[table[nth]] = (request.cache_salt, *request.all_token_ids[: (nth + 1) * BLOCK])
-                self.names.append(table[nth])
+        self.tables[request.request_id] = table
+        assert got.get_block_ids() == [[self.take(request) for _ in range(need)]]
+        if not options["delay_cache_blocks"]:
+            self.name(request, computed)
         request.num_computed_tokens = computed
         request.status = RequestStatus.RUNNING
+
+    def take(self, request):
+        block = self.queue.popleft()
+        self.refs[block] = 1
+        self.forget(block)
+        self.tables[request.request_id].append(block)
+        return block
+
+    def name(self, request, num_tokens):
+        for nth, block in enumerate(self.tables[request.request_id][: num_tokens // BLOCK]):
+            if block not in self.content:
+                self.content[block] = (request.cache_salt, *request.all_token_ids[: (nth + 1) * BLOCK])
+                self.names.append(block)
 
     def forget(self, block):
         if self.content.pop(block, None) is not None:
@@ -115,12 +144,67 @@ class ManagerMachine(RuleBasedStateMachine):
     def append(self, request, token):
         request.append_output_token_ids(token)
 
-    @rule(request=running)
+    @rule()
+    def decode(self):
+        """The last token of all requests that lack nothing else, as a step of decodes allocates it."""
+        ready = [
+            request
+            for name, request in self.requests.items()
+            if name in self.tables and request.num_computed_tokens == request.num_tokens - 1
+        ]
+        lacking = [r for r in ready if r.num_tokens > len(self.tables[r.request_id]) * BLOCK]
+        fits = len(lacking) <= len(self.queue)
+        assert self.manager.allocate_decodes(ready) == fits
+        if not fits:
+            return
+        for request in lacking:
+            self.take(request)
+        for request in ready:
+            if request.num_tokens % BLOCK == 0:
+                self.name(request, request.num_tokens)
+            request.num_computed_tokens = request.num_tokens
+
+    @rule(request=running, num_tokens=st.integers(0, 30))
+    def truncate(self, request, num_tokens):
+        table = self.tables.get(request.request_id)
+        if table is None:
+            return
+        if not 0 < num_tokens <= request.num_tokens:
+            with pytest.raises(ValueError, match=f"cannot keep {num_tokens} of {request.num_tokens} tokens"):
+                self.manager.truncate(request, num_tokens)
+            return
+        kept, block = min(num_tokens, request.num_computed_tokens), num_tokens // BLOCK
+        if num_tokens % BLOCK and block < len(table) and table[block] in self.content:
+            kept = min(kept, block * BLOCK)
+        assert self.manager.truncate(request, num_tokens) == kept
+        request.truncate(num_tokens)
+        request.num_computed_tokens = kept
+        first_cut = -(-kept // BLOCK)
+        self.tables[request.request_id] = table[:first_cut]
+        self.release(table[first_cut:])
+
+    @rule(target=waiting, request=consumes(running))
+    def preempt(self, request):
+        """It is admitted again with the tokens that it has generated."""
+        self.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        return request
+
+    @rule(request=consumes(running))
+    def finish(self, request):
+        self.free(request)
+        request.status = RequestStatus.FINISHED_STOPPED
+        del self.requests[request.request_id]
+
     def free(self, request):
         self.manager.free(request)
         request.num_computed_tokens = 0
+        self.release(self.tables.pop(request.request_id, []))
+
+    def release(self, blocks):
         nameless = []
-        for i in reversed(self.tables.pop(request.request_id, [])):
+        for i in reversed(blocks):
             self.refs[i] -= 1
             if not self.refs[i]:
                 (self.queue if i in self.content else nameless).append(i)
@@ -205,6 +289,8 @@ def test_a_failed_allocation_changes_nothing():
     assert not manager.pool.ref_count().any()
     assert manager.get_computed_blocks(big)[1] == 8
     manager.check_invariants()
+    big.truncate(20)
+    assert admit(manager, big) == (8, [3, 4, 5])
 
 
 def test_blocks_about_to_be_hit_are_not_evicted_by_the_same_allocation():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxcache.core.hash_index import HashIndex
 from jaxcache.core.hashing import (
     FIXED_ROOT,
     HASH_FUNCTIONS,
@@ -25,6 +27,7 @@ from jaxcache.core.hashing import (
     hash_block_tokens,
     root_hash,
 )
+from jaxcache.core.radix_index import RadixIndex
 from jaxcache.core.request import Request
 
 pytestmark = pytest.mark.core
@@ -135,26 +138,53 @@ def test_hashes_depend_on_values_and_not_on_objects(algorithm):
     assert hashes[0] == hashes[1]
 
 
-@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
-def test_processes_agree_whatever_pythonhashseed_does_to_hash(algorithm):
+def hashes_of_another_process(pythonhashseed: str | None, hash_seed: str | None) -> dict[str, str]:
+    """By algorithm, the last hash of a request with a salt."""
     code = (
+        "import json\n"
         "from jaxcache.core.request import Request\n"
-        "from jaxcache.core.hashing import get_request_block_hasher\n"
-        f"hasher = get_request_block_hasher(4, {algorithm!r}, 'seed')\n"
-        "print(Request('r', range(8), cache_salt='s', block_hasher=hasher).block_hashes[-1].hex())"
+        "from jaxcache.core.hashing import HASH_FUNCTIONS, get_request_block_hasher\n"
+        f"hashers = {{name: get_request_block_hasher(4, name, {hash_seed!r}) for name in HASH_FUNCTIONS}}\n"
+        "print(json.dumps({name: Request('r', range(8), cache_salt='s', block_hasher=h).block_hashes[-1].hex()\n"
+        "                  for name, h in hashers.items()}))"
     )
-    import os
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
+    env |= {"PYTHONHASHSEED": pythonhashseed} if pythonhashseed else {}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
 
-    answers = set()
-    for seed in (None, "0", "1"):
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
-        env |= {"PYTHONHASHSEED": seed} if seed else {}
-        answers.add(
-            subprocess.run(
-                [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-            ).stdout
-        )
-    assert len(answers) == 1
+
+def test_processes_agree_whatever_pythonhashseed_does_to_hash():
+    answers = [hashes_of_another_process(value, "seed") for value in (None, "0", "1")]
+    assert answers[0] == answers[1] == answers[2]
+    assert len(set(answers[0].values())) == len(HASH_FUNCTIONS)
+
+
+def test_without_a_seed_the_sha256_kinds_agree_and_the_others_do_not(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    there = hashes_of_another_process(None, None)
+    for algorithm in HASH_FUNCTIONS:
+        hasher = get_request_block_hasher(4, algorithm)
+        here = Request("r", range(8), cache_salt="s", block_hasher=hasher).block_hashes[-1].hex()
+        assert (here == there[algorithm]) == algorithm.startswith("sha256")
+
+
+@pytest.mark.parametrize("index", [HashIndex, RadixIndex])
+def test_a_coarse_block_is_named_by_the_last_fine_hash_in_it(index):
+    """Hashes of 4 tokens, blocks of 12."""
+    wanted = [bytes.fromhex(h) for h in RECORDED["coarse_view_4_to_12"]["hashes"]]
+    (vector,) = [v for v in RECORDED["vectors"] if wanted[0].hex() in v["hashes"] and v["extras"] == "none"]
+    hasher = BlockHasher(4, get_hash_function(vector["algo"]), FIXED)
+    request = Request("r", RECORDED["about"]["seqs"][vector["seq"]], block_hasher=hasher)
+    names = index(10, [12], 4, None)
+    names.insert(request, 0, 0, np.arange(1, 1 + len(wanted), dtype=np.int32), 0)
+    assert list(names.keys()) == [block_hash_with_group_id(h, 0) for h in wanted]
+
+
+@pytest.mark.parametrize("block_size", [0, -4, True, 2.0])
+def test_a_hasher_needs_a_block_size(block_size):
+    with pytest.raises(ValueError, match=f"block_size must be a positive integer, got {block_size!r}"):
+        get_request_block_hasher(block_size)
 
 
 def test_no_two_of_many_similar_blocks_share_a_hash():

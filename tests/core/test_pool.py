@@ -144,35 +144,100 @@ def test_failure_leaves_the_state_as_it_was():
         assert all(jnp.array_equal(a, b) for a, b in zip(after, state, strict=True))
 
 
-def test_scan_over_turns():
-    def turn(state, n):
-        state, ids, ok = pool.allocate(state, n, capacity=4)
-        return pool.release(state, ids), ok
-
-    state, ok = jax.lax.scan(turn, pool.init(8), jnp.array([2, 4, 4, 9]))
-    assert ok.tolist() == [True, True, True, False]
-    assert pool.queue(state).tolist() == [1, 2, 3, 4, 5, 6, 7]
+KINDS = ("acquire", "release", "name", "unname", "compact")
+NUM_OPERATIONS = 40
 
 
-def test_vmap_over_pools_equals_each_alone():
-    pools = jax.vmap(lambda _: pool.init(8))(jnp.arange(3))
-    wanted = jnp.array([1, 4, 8])
-    pools, ids, ok = jax.vmap(lambda state, n: pool.allocate(state, n, capacity=4))(pools, wanted)
-    assert ok.tolist() == [True, True, False]
-    assert ids.tolist() == [[1, 8, 8, 8], [1, 2, 3, 4], [8, 8, 8, 8]]
-    pools = jax.vmap(pool.release)(jax.vmap(pool.name)(pools, ids), ids[:, ::-1])
-    for nth, n in enumerate((1, 4, 0)):
-        alone, taken, _ = pool.allocate(pool.init(8), n, capacity=4)
-        alone = pool.release(pool.name(alone, taken), taken[::-1])
-        one = jax.tree.map(lambda leaf, nth=nth: leaf[nth], pools)
-        assert pool.queue(one).tolist() == pool.queue(alone).tolist()
-        pool.check_invariants(one)
+def encoded(ops, num_blocks):
+    """Operations as arrays for `turn`; those that are missing at the end are `compact`."""
+    rows = [(KINDS.index(op), *arguments) for op, *arguments in ops[:NUM_OPERATIONS]]
+    kinds = np.full(NUM_OPERATIONS, KINDS.index("compact"), np.int32)
+    ids, numbers = np.full((NUM_OPERATIONS, WIDTH), num_blocks, np.int32), np.zeros((NUM_OPERATIONS, 2), np.int32)
+    for nth, (kind, *arguments) in enumerate(rows):
+        kinds[nth] = kind
+        if arguments:
+            ids[nth, : len(arguments[0])] = arguments[0]
+            numbers[nth, : len(arguments) - 1] = arguments[1:]
+    return kinds, ids, numbers
 
 
-def test_eval_shape_and_static_shapes():
+def turn(state, op):
+    """One operation of any kind: `(pool, (pool, ids, whether it succeeded))`."""
+    kind, ids, numbers = op
+    nothing = jnp.full(WIDTH, state.num_blocks, jnp.int32), jnp.bool_(True)
+    state, new, ok = jax.lax.switch(
+        kind,
+        [
+            lambda: pool.acquire(state, ids, numbers[0], numbers[1], capacity=WIDTH),
+            lambda: (pool.release(state, ids, numbers[0] > 0), *nothing),
+            lambda: (pool.name(state, ids), *nothing),
+            lambda: (pool.unname(state, ids), *nothing),
+            lambda: (pool.compact(state), *nothing),
+        ],
+    )
+    return state, (state, new, ok)
+
+
+def follow(ops):
+    """All states that operations on a pool of 12 blocks go through, in one `scan`."""
+    return jax.lax.scan(turn, pool.init(12), ops)[1]
+
+
+scanned, scanned_together = jax.jit(follow), jax.jit(jax.vmap(follow))
+
+
+def agree_all_the_way(ops, states, ids, ok):
+    oracle = Oracle(12)
+    for nth, (op, *arguments) in enumerate(ops[:NUM_OPERATIONS]):
+        if op == "acquire":
+            expected = oracle.acquire(*arguments)
+            assert bool(ok[nth]) == (expected is not None)
+            assert ids[nth].tolist() == [*(expected or []), *[12] * (WIDTH - len(expected or []))]
+        elif op == "release":
+            oracle.release(*arguments)
+        elif op == "name":
+            oracle.named |= set(arguments[0])
+        elif op == "unname":
+            oracle.named -= set(arguments[0])
+        agree(jax.tree.map(lambda leaf, nth=nth: jnp.asarray(leaf[nth]), states), oracle)
+
+
+@given(several=st.lists(operations(12), min_size=3, max_size=3))
+@settings(max_examples=15, deadline=None)
+def test_the_same_operations_under_scan_and_vmap(several):
+    arrays = [encoded(ops, 12) for ops in several]
+    states, ids, ok = jax.tree.map(np.asarray, scanned(arrays[0]))
+    agree_all_the_way(several[0], states, ids, ok)
+    lanes = jax.tree.map(np.asarray, scanned_together(tuple(map(np.stack, zip(*arrays)))))
+    for lane, ops in enumerate(several):
+        agree_all_the_way(ops, *jax.tree.map(lambda leaf, lane=lane: leaf[lane], lanes))
+
+
+IDS = jax.ShapeDtypeStruct((16,), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "transition",
+    [
+        lambda state, ids: pool.allocate(state, 3, capacity=16)[0],
+        lambda state, ids: pool.acquire(state, ids, 3, capacity=16)[0],
+        pool.touch,
+        pool.release,
+        pool.give_back,
+        pool.name,
+        pool.unname,
+        lambda state, ids: pool.unname_all(state),
+        lambda state, ids: pool.compact(state),
+    ],
+)
+def test_transitions_keep_shapes_and_dtypes(transition):
     state = jax.eval_shape(lambda: pool.init(100))
-    after, ids, ok = jax.eval_shape(lambda s: pool.allocate(s, 3, capacity=16), state)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert jax.eval_shape(transition, state, IDS) == state
+
+
+def test_shapes_of_an_allocation_follow_from_its_capacity():
+    state = jax.eval_shape(lambda: pool.init(100))
+    _, ids, ok = jax.eval_shape(lambda s: pool.allocate(s, 3, capacity=16), state)
     assert (ids.shape, ok.shape) == ((16,), ())
 
 
@@ -185,6 +250,7 @@ def test_fields_can_be_donated():
     assert int(state.num_free) == 63 - 9
 
 
+@pytest.mark.usefixtures("optimized_programs")
 @pytest.mark.parametrize("transition", ["acquire", "release"])
 def test_no_transition_copies_the_pool(transition):
     """Work per id must not hide work per block: no pool-sized copy on the way that is always taken."""

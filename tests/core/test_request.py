@@ -67,8 +67,10 @@ def test_output_is_checked_and_hashed():
     assert request.block_hashes == Request("s", [1, 2, 3, 4], block_hasher=hasher).block_hashes
     request.append_output_token_ids([5, 6])
     assert (request.num_tokens, request.num_output_tokens, request.output_token_ids) == (6, 3, [4, 5, 6])
-    with pytest.raises(ValueError, match="output token 0 is 10"):
-        request.append_output_token_ids([10])
+    for bad in ([10], 10, -1, True, 2**31, 3.0, "7"):
+        with pytest.raises(ValueError, match="output token 0 is "):
+            request.append_output_token_ids(bad)
+    assert request.output_token_ids == [4, 5, 6]
 
 
 def test_when_the_cache_must_not_be_read():

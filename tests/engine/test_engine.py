@@ -280,7 +280,7 @@ def test_nothing_compiles_after_warmup():
     buckets = Buckets((8, 16), (1, 4), tile_size=8)
     engine = make_engine(
         MockConfig(vocab_size=61),
-        cache=CacheConfig(4, 40),
+        cache=CacheConfig(4, 24),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64),
         buckets=buckets,
     )
@@ -296,6 +296,14 @@ def test_nothing_compiles_after_warmup():
         for t, p in zip([0.0, 1.0] * 6, [None, 1, None] * 4)
     ]
     outputs = engine.generate(prompts, params, progress=False)
+    assert engine.stats()["num_preemptions"] > 0
+    engine.embed(prompts[:3])
+    engine.abort(engine.add_request(prompts[0]))
+    aborted = engine.add_request(prompts[1])
+    engine.step()
+    engine.abort(aborted)
+    assert engine.reset_prefix_cache()
+    engine.generate(prompts[0], GREEDY)
     jax.monitoring.clear_event_listeners()
     assert all(o.finish_reason == "length" for o in outputs)
     assert compiled == []
@@ -351,6 +359,11 @@ def test_reset_is_refused_while_requests_run():
         ),
         (lambda e: e.add_request([1], SamplingParams(stop="x")), "stop strings need a tokenizer"),
         (lambda e: e.add_request([1], cache_salt=3), "cache_salt must be a string, got 3"),
+        (lambda e: e.add_request([1], priority="high"), "priority must be an integer, got 'high'"),
+        (
+            lambda e: e.add_request([1], SamplingParams(n=2), priority=True),
+            "priority must be an integer, got True",
+        ),
         (lambda e: SamplingParams(temperature=-0.1), "temperature must be"),
     ],
 )
@@ -359,6 +372,7 @@ def test_bad_requests_are_refused_and_nothing_is_left_behind(call, message):
     with pytest.raises(ValueError, match=message):
         call(engine)
     idle(engine)
+    assert not engine.core.scheduler.requests
     assert len(engine.generate([1, 2, 3], GREEDY)[0].token_ids) == 12
 
 
@@ -371,12 +385,72 @@ def test_bad_requests_are_refused_and_nothing_is_left_behind(call, message):
         ),
         ({"scheduler": SchedulerConfig(max_model_len=4000)}, "max_model_len 4000 is more than the 512 positions"),
         ({"cache": CacheConfig(kv_cache_dtype="float64")}, "KV dtype float64 is not supported"),
+        (
+            {"cache": CacheConfig(kv_cache_dtype="float9")},
+            "KV dtype float9 is not supported: choose one of float32",
+        ),
         ({"cache": CacheConfig(4, 9), "implementation": "cuda"}, "no implementation 'cuda'"),
+        ({"cache": CacheConfig(4, 9), "implementation": "tpu"}, "'tpu' needs a TPU, but JAX computes on cpu"),
+        (
+            {"scheduler": SchedulerConfig(max_num_batched_tokens=64), "buckets": Buckets((32,), (64,))},
+            "buckets of up to 32 tokens and 64 sequences do not hold steps of 64 tokens and 64 sequences",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(options, message):
     with pytest.raises(ValueError, match=message):
-        make_engine(**options).generate([1, 2])
+        make_engine(**options)
+
+
+@pytest.mark.parametrize("flag", ["enable_prefix_caching", "shared_prefix_attention", "check_steps"])
+def test_flags_of_the_cache_are_bools(flag):
+    with pytest.raises(ValueError, match=f"CacheConfig.{flag} must be True or False, got 'false'"):
+        CacheConfig(**{flag: "false"})
+
+
+@pytest.mark.parametrize("flag", ["enable_chunked_prefill", "reserve_full_sequence"])
+def test_flags_of_the_scheduler_are_bools(flag):
+    with pytest.raises(ValueError, match=f"SchedulerConfig.{flag} must be True or False, got 1"):
+        SchedulerConfig(**{flag: 1})
+
+
+def test_a_prompt_that_can_be_read_only_once_is_enough_for_several_answers():
+    engine = make_engine(**SMALL)
+    params = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=6)
+    (wanted,) = engine.generate([list(range(20))], params)
+    engine.reset_prefix_cache()
+    request_id = engine.add_request(iter(range(20)), params)
+    output = engine.output(request_id)
+    while engine.has_unfinished:
+        engine.step()
+    assert [c.token_ids for c in output.completions] == [c.token_ids for c in wanted.completions]
+
+
+def test_of_several_answers_all_begin_or_none(monkeypatch):
+    """The second cannot be queued, for a reason that nobody foresaw: the first is taken back."""
+    engine = make_engine(**SMALL)
+    queue = engine.core.scheduler.add_request
+
+    def only_first(request):
+        if request.request_id.endswith("/1"):
+            raise OSError("no more")
+        queue(request)
+
+    monkeypatch.setattr(engine.core.scheduler, "add_request", only_first)
+    with pytest.raises(OSError, match="no more"):
+        engine.add_request(list(range(20)), SamplingParams(n=3))
+    idle(engine)
+    assert not engine.core.scheduler.requests
+    assert len(engine.generate([1, 2, 3], GREEDY)[0].token_ids) == 12
+
+
+def test_without_caching_nothing_is_hashed_or_looked_up(monkeypatch):
+    for config in (MockConfig(), MockConfig(causal=False)):
+        engine = make_engine(config, **(uncached(SMALL) if config.causal else SMALL))
+        assert engine.core._block_hasher is None
+        for name in ("resident", "insert"):
+            monkeypatch.setattr(engine.core.kv.index, name, None)
+        assert len(engine.generate(list(range(20)), GREEDY)[0].token_ids) == 12
 
 
 def test_unknown_keywords_are_refused():

@@ -141,14 +141,52 @@ def test_a_full_cache_says_what_to_do_and_takes_nothing():
             "a token follows the last one, but 5 before it are not computed",
         ),
         (lambda c, a: c.commit(a, num_tokens=9), "num_tokens 9 computed, but the sequence had 8 left"),
-        (lambda c, a: c.commit(a, -1), r"output token 0 is -1"),
+        (lambda c, a: c.commit(a, -1), r"committed token 0 is -1"),
+        (lambda c, a: c.commit(a, True), r"committed token 0 is True"),
+        (lambda c, a: c.commit(a, 3.7), r"committed token 0 is 3.7"),
+        (lambda c, a: c.commit(a, "7"), r"committed token 0 is '7'"),
+        (lambda c, a: a.truncate(0), "cannot keep 0 of 8 tokens"),
+        (lambda c, a: a.truncate(-5), "cannot keep -5 of 8 tokens"),
+        (lambda c, a: a.truncate(9), "cannot keep 9 of 8 tokens"),
+        (lambda c, a: c.step_inputs([a], max_tokens=-1), "max_tokens must be positive, got -1"),
+        (lambda c, a: c.open([1], salt=5), "cache_salt must be a string, got 5"),
         (lambda c, a: (c.commit(a), c.step_inputs([a])), "nothing to compute for this sequence"),
         (lambda c, a: (a.close(), c.step_inputs([a])), "this sequence is closed, or belongs to another cache"),
         (lambda c, a: jc.PrefixCache(CONFIG).block_ids(a), "closed, or belongs to another cache"),
         (lambda c, a: jc.PrefixCache(jc.CacheConfig()), "CacheConfig.num_blocks must be set"),
+        (lambda c, a: jc.PrefixCache(CONFIG, max_model_len=0), r"max_model_len must lie in \[1, 156\]"),
+        (lambda c, a: jc.PrefixCache(CONFIG, max_model_len=157), r"max_model_len must lie in \[1, 156\]"),
     ],
 )
 def test_misuse(call, message):
     cache = jc.PrefixCache(CONFIG)
+    sequence = cache.open(range(8))
+    before = (sequence.token_ids, sequence.block_ids, cache.num_free_blocks)
     with pytest.raises(ValueError, match=message):
-        call(cache, cache.open(range(8)))
+        call(cache, sequence)
+    cache.check_invariants()
+    if "nothing to compute" in message or "closed" in message:
+        return
+    assert (sequence.token_ids, sequence.block_ids, cache.num_free_blocks) == before
+    assert sequence.num_computed_tokens == 0
+    assert len(cache.step_inputs([sequence]).token_ids) >= 8
+
+
+def test_tokens_that_have_no_blocks_cannot_have_been_computed():
+    cache = jc.PrefixCache(CONFIG)
+    sequence = cache.open(range(8))
+    cache.commit(sequence, jnp.int32(8))
+    with pytest.raises(ValueError, match="9 tokens computed, but the sequence's blocks hold 8: step_inputs takes"):
+        cache.commit(sequence, 9)
+    assert (sequence.num_tokens, sequence.num_computed_tokens) == (9, 8)
+    cache.step_inputs([sequence])
+    cache.commit(sequence, 9)
+    assert sequence.token_ids == list(range(10))
+
+
+def test_steps_have_the_shapes_that_the_user_chose():
+    cache = jc.PrefixCache(CONFIG, buckets=jc.Buckets((24,), (2,), tile_size=8))
+    step = cache.step_inputs([cache.open(range(9))])
+    assert (step.token_ids.shape, step.seq_lens.shape) == ((24,), (2,))
+    with pytest.raises(ValueError, match="a step of 25 tokens fits no bucket: the largest holds 24"):
+        cache.step_inputs([cache.open(range(100, 125))])

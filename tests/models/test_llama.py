@@ -130,6 +130,7 @@ def hlo_of_decode(num_blocks: int, donate: bool = True):
     return jitted.lower(params, kv, step).compile(), kv
 
 
+@pytest.mark.usefixtures("optimized_programs")
 def test_step_makes_no_copy_of_the_pool():
     """Time must not grow with the pool: nothing of its size is made, and the donated array is the returned one."""
     compiled, kv = hlo_of_decode(5000)

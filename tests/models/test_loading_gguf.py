@@ -5,7 +5,9 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, GGUFWriter
 
+from jaxcache.models.config import ModelConfig
 from jaxcache.models.loading import find_model, read_gguf
+from jaxcache.models.loading import gguf as gguf_loading
 from jaxcache.models.loading.gguf_config import llama3_rope_factors
 from jaxcache.models.loading.gguf_file import expand, parse_gguf
 from tests.models.model_files import (
@@ -271,6 +273,29 @@ def test_damaged_lengths_do_not_hang_or_allocate(tmp_path):
     path.write_bytes(header + name + (77).to_bytes(4, "little") + bytes(8))
     with pytest.raises(ValueError, match="metadata of type 77"):
         read_gguf(path)
+
+
+def test_tensors_lie_at_multiples_of_something(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, change=lambda writer: writer.add_uint32("general.alignment", 0))
+    with pytest.raises(ValueError, match=r"general\.alignment must be a positive integer, got 0"):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, "x", [], ["a", 1], None], ids=repr)
+def test_metadata_that_makes_no_sense_is_refused_if_it_matters(tmp_path, monkeypatch, wrong):
+    path = tmp_path / "m.gguf"
+    write_gguf(path)
+    file = parse_gguf(path)
+    num_refused = 0
+    for key in file.metadata:
+        changed = file._replace(metadata={**file.metadata, key: wrong})
+        monkeypatch.setattr(gguf_loading, "parse_gguf", lambda path, changed=changed: changed)
+        try:
+            ModelConfig.from_hf(read_gguf(path).config)
+        except ValueError:
+            num_refused += 1
+    assert num_refused >= 5
 
 
 def test_parts_of_a_split_model_are_refused(tmp_path):

@@ -64,16 +64,21 @@ def read_gguf(path: str | Path) -> Checkpoint:
         config = read_config(file)
         tensors = GGUFTensors(file, config)
         tokenizer = build_tokenizer(file.metadata)
+        chat_template = file.metadata.get("tokenizer.chat_template")
+        if not isinstance(chat_template, str | None):
+            raise ValueError(f"tokenizer.chat_template is no text but {chat_template!r}")
     except KeyError as error:
         raise ValueError(f"{path} does not say {error.args[0]!r}, which its model needs") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    except (TypeError, ArithmeticError) as error:
+        raise ValueError(f"{path}: its metadata has a value that no model has ({error})") from error
     return Checkpoint(
         name=path.stem,
         config=config,
         tensors=tensors,
         tokenizer=tokenizer,
-        chat_template=file.metadata.get("tokenizer.chat_template"),
+        chat_template=chat_template,
     )
 
 

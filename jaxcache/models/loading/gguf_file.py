@@ -79,6 +79,8 @@ class _Header:
             raise ValueError("this is one part of a split model: join the parts with llama-gguf-split --merge")
         infos = [self.tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment <= 0:
+            raise ValueError(f"general.alignment must be a positive integer, got {alignment!r}")
         base = -(-self.offset // alignment) * alignment
         return GGUFFile(metadata, dict(self.place(base, *info) for info in infos), self.data)
 

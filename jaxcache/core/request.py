@@ -86,6 +86,17 @@ def _is_token_id(value: Any) -> bool:
     return integral and 0 <= int(value) <= MAX_TOKEN_ID
 
 
+def check_text(what: str, value: Any) -> str:
+    """`value`; a `ValueError` unless it is text that has bytes, which fingerprints and events are made of."""
+    if not isinstance(value, str):
+        raise ValueError(f"{what} must be a string, got {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} is no valid Unicode text: {error.reason} at character {error.start}") from None
+    return value
+
+
 def check_retention(value: Any) -> str:
     """`value`; a `ValueError` unless it is one of `RETENTIONS`."""
     if value not in RETENTIONS:
@@ -100,6 +111,7 @@ def check_features(features: Sequence[MultiModalFeature], num_tokens: int) -> tu
         identifier, offset, length = feature
         if not isinstance(identifier, str) or not identifier:
             raise ValueError(f"feature {nth} needs an identifier derived from its content, got {identifier!r}")
+        check_text(f"the identifier of feature {nth}", identifier)
         if length <= 0 or offset < 0 or offset + length > num_tokens:
             raise ValueError(
                 f"feature {nth} ({identifier!r}) covers tokens [{offset}, {offset + length}), but the prompt has "
@@ -142,8 +154,10 @@ class Request:
         vocab_size: int | None = None,
         block_hasher: BlockHasher | None = None,
     ) -> None:
-        if cache_salt is not None and not isinstance(cache_salt, str):
-            raise ValueError(f"cache_salt must be a string, got {cache_salt!r}")
+        if cache_salt is not None:
+            check_text("cache_salt", cache_salt)
+        if adapter is not None:
+            check_text("adapter", adapter)
         if not isinstance(priority, int | np.integer) or isinstance(priority, bool):
             raise ValueError(f"priority must be an integer, got {priority!r}")
         self.request_id = request_id

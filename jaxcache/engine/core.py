@@ -4,7 +4,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from jaxcache.engine.groups import kv_cache_groups
 from jaxcache.engine.inputs import PlacedRows, PromptInputs, rows_between
 from jaxcache.engine.multi_step import MAX_ENDING_IDS
 from jaxcache.engine.runner import ModelRunner, RunningSequence, SampledRow, StepResult, TokenLogprobs
-from jaxcache.engine.sampling_params import SamplingParams
+from jaxcache.engine.sampling_params import MAX_SUPPRESSED, SamplingParams
 from jaxcache.engine.step_inputs import SequenceSlice
 from jaxcache.models.lora import LoRAAdapter
 
@@ -72,6 +72,17 @@ class CoreOutput:
     """float32 [width], for a request that pools instead of generating."""
 
 
+class StepFindings(NamedTuple):
+    """What a step's device calls found, by place in the plan."""
+
+    tokens: dict[int, int]
+    """The next token of each request that samples."""
+    logprobs: dict[int, TopLogprobs]
+    """Of those that asked."""
+    pooled: dict[int, tuple[np.ndarray, np.ndarray]]
+    """Of each request that pools, its rows' sum and the last of them."""
+
+
 class EngineCore:
     """Requests in, tokens out. Each `step` schedules, runs the device once, and updates.
 
@@ -89,12 +100,14 @@ class EngineCore:
         max_model_len: int,
         eos_token_ids: Sequence[int] = (),
         causal: bool = True,
+        can_generate: bool = True,
         events: KVEventsConfig | None = None,
     ) -> None:
         self.runner = runner
         self.adapters = AdapterTable(runner)
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size = runner.config.vocab_size
+        self._can_generate = can_generate
         caching = cache.enable_prefix_caching
         if caching and not causal:
             logger.warning(
@@ -146,6 +159,17 @@ class EngineCore:
         """
         if pooling not in (None, "last", "mean"):
             raise ValueError(f"pooling must be 'last' or 'mean', got {pooling!r}")
+        if pooling is None and not self._can_generate:
+            raise ValueError(
+                "this model cannot generate, since its tokens see those after them: ask for an embedding "
+                "(Engine.embed, PoolingParams)"
+            )
+        ending = frozenset(params.ending_ids(self.eos_token_ids))
+        if params.min_tokens and len(ending) > MAX_SUPPRESSED:
+            raise ValueError(
+                f"min_tokens can hold back {MAX_SUPPRESSED} token ids, but {len(ending)} end this request: give "
+                "fewer stop_token_ids, or min_tokens=0"
+            )
         inputs = prompt if isinstance(prompt, PromptInputs) else PromptInputs(prompt)
         self._check_rows(inputs.rows)
         loaded = None if adapter is None else self.adapters[adapter]
@@ -170,7 +194,6 @@ class EngineCore:
         )
         self.scheduler.add_request(request)
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        ending = frozenset(params.ending_ids(self.eos_token_ids))
         self._requests[request_id] = CoreRequest(request, params, seed, ending, loaded, inputs.rows)
         return request
 
@@ -216,9 +239,9 @@ class EngineCore:
         if self._idle_steps > MAX_IDLE_STEPS:
             raise RuntimeError(f"no progress in {self._idle_steps} steps: {self.scheduler.describe()}")
         if plan.scheduled:
-            result = self._run(plan)
+            found = self._run(plan)
             self.scheduler.commit(plan)
-            outputs += self._update(plan, result)
+            outputs += self._update(plan, found)
         return outputs
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
@@ -237,7 +260,8 @@ class EngineCore:
         self.runner.update_params(params)
         self.scheduler.reset_prefix_cache(reset_running=True)
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan) -> StepFindings:
+        """All that the device has to say about the step; if it fails, the step has not been."""
         entries = [self._requests[entry.request.request_id] for entry in plan.scheduled]
         slices = [self._slice(entry) for entry in plan.scheduled]
         rows = [
@@ -245,10 +269,19 @@ class EngineCore:
             for e in entries
         ]
         try:
-            return self.runner.run(slices, rows)
+            result = self.runner.run(slices, rows)
+            pooled = {}
+            for nth, entry in enumerate(plan.scheduled):
+                first_row = int(result.first_rows[nth])
+                self._collect_prompt_logprobs(entry, result, first_row)
+                if entry.request.pooling is not None:
+                    pooled[nth] = self.runner.pool_rows(result, first_row, entry.num_tokens)
+            sampled = [n for n, e in enumerate(plan.scheduled) if e.samples and e.request.pooling is None]
+            logprobs = self._sampled_logprobs(plan, sampled, result)
         except BaseException as error:
             self._abandon(plan, error)
             raise
+        return StepFindings({nth: int(result.tokens[nth]) for nth in sampled}, logprobs, pooled)
 
     def _generate_ahead(self) -> list[CoreOutput]:
         """Several steps of one token per request in one device call, if nothing else is to do; else nothing."""
@@ -312,26 +345,19 @@ class EngineCore:
             self.scheduler.reset_prefix_cache(reset_running=True)
             self.runner.reset_kv()
 
-    def _update(self, plan: StepPlan, result: StepResult) -> list[CoreOutput]:
-        for nth, entry in enumerate(plan.scheduled):
-            self._collect_prompt_logprobs(entry, result, int(result.first_rows[nth]))
+    def _update(self, plan: StepPlan, found: StepFindings) -> list[CoreOutput]:
         outputs = []
-        for nth, entry in enumerate(plan.scheduled):
-            if entry.request.pooling is not None:
-                outputs += self._pool(entry, result, int(result.first_rows[nth]))
-        sampled = [n for n, e in enumerate(plan.scheduled) if e.samples and e.request.pooling is None]
-        logprobs = self._sampled_logprobs(plan, sampled, result)
-        for nth in sampled:
+        for nth, rows in found.pooled.items():
+            outputs += self._pool(plan.scheduled[nth], *rows)
+        for nth, token in found.tokens.items():
             request = plan.scheduled[nth].request
-            token = int(result.tokens[nth])
             request.append_output_token_ids(token)
-            outputs.append(self._output(request, token, logprobs.get(nth)))
+            outputs.append(self._output(request, token, found.logprobs.get(nth)))
         return outputs
 
-    def _pool(self, entry: ScheduledTokens, result: StepResult, first_row: int) -> list[CoreOutput]:
-        """Take a pooling request's rows in; its embedding, once the prompt is computed."""
+    def _pool(self, entry: ScheduledTokens, total: np.ndarray, last: np.ndarray) -> list[CoreOutput]:
+        """Take a pooling request's rows in: their sum and the last. Its embedding, once the prompt is computed."""
         core, request = self._requests[entry.request.request_id], entry.request
-        total, last = self.runner.pool_rows(result, first_row, entry.num_tokens)
         core.hidden_sum = total if core.hidden_sum is None or entry.start == 0 else core.hidden_sum + total
         if not entry.samples:
             return []

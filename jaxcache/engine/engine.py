@@ -89,6 +89,7 @@ class Engine:
             max_model_len=sizes.max_model_len,
             eos_token_ids=eos_token_ids,
             causal=getattr(config, "causal", True),
+            can_generate=getattr(config, "can_generate", True),
             events=events,
         )
         self._outputs: dict[str, RequestOutput] = {}
@@ -215,6 +216,8 @@ class Engine:
         `pooling`, `normalize`: as `PoolingParams` has them. A `RuntimeError` where a prompt could not be computed.
         """
         batch = _batch(prompts)
+        if not batch:
+            raise ValueError("there are no prompts to embed: give at least one")
         params = PoolingParams(pooling=pooling, normalize=normalize)
         outputs = self._answer_all(batch, [params] * len(batch), False, adapter=adapter, cache_salt=cache_salt)
         vectors = [output.embedding for output in outputs if output.embedding is not None]
@@ -284,12 +287,12 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Compute one step. Returns what it added to each answer, and what steps that `generate`, `stream` or
-        `embed` ran for others added before.
+        `embed` ran for others added before. If it raises, the next one tells whose requests ended with it.
         """
         try:
             deltas = self._advance()
         except BaseException:
-            self._collect_failed()
+            self._kept += self._collect_failed()
             raise
         kept, self._kept = self._kept, []
         return kept + deltas

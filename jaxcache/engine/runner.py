@@ -203,8 +203,12 @@ class ModelRunner:
 
     @property
     def kv_lost(self) -> bool:
-        """Whether a step failed after it had taken the KV array."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.kv))
+        """Whether a step failed after it had taken the KV array, or while it made the next one."""
+        try:
+            jax.block_until_ready(self.kv)
+        except RuntimeError:
+            return True
+        return False
 
     @property
     def kv_bytes(self) -> int:

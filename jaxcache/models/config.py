@@ -103,6 +103,11 @@ class ModelConfig:
             raise ValueError("recurrent layers and their RecurrentConfig go together: give both or none")
 
     @property
+    def can_generate(self) -> bool:
+        """Whether a text can go on token by token: what is computed of it stays as it is."""
+        return self.causal
+
+    @property
     def layer_groups(self) -> tuple[tuple[int, ...], ...]:
         """The layers of each KV-cache group, see `group_layers`."""
         return group_layers(self.layer_kinds)

@@ -271,9 +271,56 @@ def test_a_lost_kv_array_does_not_lose_the_requests_that_were_not_in_the_step(mo
     while engine.has_unfinished:
         for delta in engine.step():
             if delta.finish_reason:
-                ended[delta.request_id] = delta.output.token_ids
-    assert ended == {ids[1]: expected[1], ids[2]: expected[2]}
+                ended[delta.request_id] = (delta.finish_reason, delta.output.token_ids)
+    assert ended == {ids[0]: ("error", []), ids[1]: ("length", expected[1]), ids[2]: ("length", expected[2])}
     idle(engine)
+
+
+def test_a_step_that_fails_after_its_device_call_has_not_been(monkeypatch):
+    """Log probabilities come from a call of their own."""
+    engine = make_engine(**SMALL)
+    asks = SamplingParams(temperature=0.0, max_tokens=4, logprobs=1)
+
+    def broken(*_):
+        raise RuntimeError("device lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner_module, "_logprobs", broken)
+        asked, other = engine.add_request(list(range(20)), asks), engine.add_request([1, 2, 3], GREEDY)
+        with pytest.raises(RuntimeError, match="device lost"):
+            engine.step()
+        ended = {delta.request_id: delta.output for delta in engine.step()}
+    assert {name: output.finish_reason for name, output in ended.items()} == {asked: "error", other: "error"}
+    assert "device lost" in ended[asked].error
+    idle(engine)
+    again = engine.generate(list(range(20)), asks)[0]
+    assert (again.num_cached_tokens, len(again.token_ids)) == (0, 4)
+
+
+def test_a_kv_array_that_failed_later_than_its_call_is_made_anew(monkeypatch):
+    """On an accelerator the call returns before the step has run: its arrays raise when they are waited for."""
+
+    class Failed:
+        def block_until_ready(self):
+            raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
+
+    engine = make_engine(**SMALL)
+    expected = engine.generate(list(range(20)), GREEDY)[0].token_ids
+
+    def broken(graphdef, params, kv, *rest):
+        return kv._replace(data=Failed()), None, None
+
+    def fetch(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner_module, "_step", broken)
+        patch.setattr(runner_module, "_sample", fetch)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="device lost"):
+            engine.generate(list(range(20)), GREEDY)
+    idle(engine)
+    again = engine.generate(list(range(20)), GREEDY)[0]
+    assert (again.token_ids, again.num_cached_tokens) == (expected, 0)
 
 
 def test_nothing_compiles_after_warmup():
@@ -359,6 +406,8 @@ def test_reset_is_refused_while_requests_run():
         ),
         (lambda e: e.add_request([1], SamplingParams(stop="x")), "stop strings need a tokenizer"),
         (lambda e: e.add_request([1], cache_salt=3), "cache_salt must be a string, got 3"),
+        (lambda e: e.add_request([1], cache_salt="a\ud800"), "cache_salt is no valid Unicode text: surrogates"),
+        (lambda e: e.embed([]), "there are no prompts to embed"),
         (lambda e: e.add_request([1], priority="high"), "priority must be an integer, got 'high'"),
         (
             lambda e: e.add_request([1], SamplingParams(n=2), priority=True),
@@ -400,6 +449,13 @@ def test_bad_requests_are_refused_and_nothing_is_left_behind(call, message):
 def test_settings_that_do_not_go_together(options, message):
     with pytest.raises(ValueError, match=message):
         make_engine(**options)
+
+
+def test_more_ends_than_can_be_held_back_are_refused_alone():
+    engine = make_engine(**SMALL, eos_token_ids=range(12))
+    with pytest.raises(ValueError, match="min_tokens can hold back 16 token ids, but 20 end this request"):
+        engine.add_request([1], SamplingParams(min_tokens=1, stop_token_ids=range(20, 28)))
+    assert engine.generate([1], SamplingParams(min_tokens=3, max_tokens=3))[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("flag", ["enable_prefix_caching", "shared_prefix_attention", "check_steps"])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxcache.core.block_pool import BlockPool
+from jaxcache.core.config import EVICTION_POLICIES
 from jaxcache.core.coordinator import make_coordinator
 from jaxcache.core.events import EventLog, KVCacheEvent, KVEventsConfig
 from jaxcache.core.index import IndexFactory
@@ -72,8 +73,8 @@ class KVCacheManager:
         """
         if not 0.0 <= watermark < 1.0:
             raise ValueError(f"watermark must lie in [0, 1), got {watermark}")
-        if max_model_len <= 0:
-            raise ValueError(f"max_model_len must be positive, got {max_model_len}")
+        if not isinstance(max_model_len, int | np.integer) or max_model_len <= 0:
+            raise ValueError(f"max_model_len must be a positive integer, got {max_model_len!r}")
         self.groups = tuple(groups)
         self.enable_caching = enable_caching
         self.max_model_len = max_model_len
@@ -84,6 +85,10 @@ class KVCacheManager:
                 "blocks of %s tokens: hits are multiples of %d tokens, and shorter prefixes are not shared",
                 sizes,
                 self.scheduler_block_size,
+            )
+        if eviction_policy not in EVICTION_POLICIES:
+            raise ValueError(
+                f"eviction_policy must be one of {', '.join(EVICTION_POLICIES)}, got {eviction_policy!r}"
             )
         self.pool = BlockPool(num_blocks, eviction_policy)
         self._events = None
@@ -135,7 +140,6 @@ class KVCacheManager:
     def new_step_starts(self) -> None:
         """A step is about to be planned: what the last one computed is there now."""
         self._step += 1
-        self.coordinator.new_step_starts()
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """The longest cached prefix of `request`: its blocks, and how many tokens they hold.
@@ -174,9 +178,11 @@ class KVCacheManager:
         """
         if num_new_tokens <= 0:
             raise ValueError(f"num_new_tokens must be positive, got {num_new_tokens}")
+        if self._events is not None and self.enable_caching and request.block_hasher is None:
+            raise ValueError(f"KV events tell of blocks by their hashes: give {request!r} a block_hasher")
         name = request.request_id
         hits = self.coordinator.no_hits if new_computed_blocks is None else new_computed_blocks.blocks
-        if self.coordinator.must_wait(hits) or self._would_race(hits, num_new_tokens):
+        if self._must_wait(hits, num_new_tokens):
             return None
         num_computed = min(request.num_computed_tokens + num_new_computed_tokens, self.max_model_len)
         admission = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -223,7 +229,7 @@ class KVCacheManager:
             if any(fills_block):
                 self.cache_blocks(request, num_tokens)
             ends = [num_tokens - (num_tokens + 1) % -manager.block_size for manager in managers]
-            request.quiet_until = num_tokens if any(fills_block) else min(ends)
+            request.quiet_until = num_tokens if any(fills_block) else min(ends, default=num_tokens)
         return True
 
     def adopt_decodes(self, requests: Sequence[Request], new_blocks: np.ndarray, pool_state: Any) -> None:
@@ -254,15 +260,19 @@ class KVCacheManager:
             self.observer.allocated(hits, taken, self.index.fingerprints(taken).tolist())
         self.num_evicted_blocks += len(self.index.evict(taken))
 
-    def _would_race(self, hits: Sequence[np.ndarray], num_new_tokens: int) -> bool:
-        """Whether a request of one row would read blocks that the step being planned only just writes.
+    def _must_wait(self, hits: Sequence[np.ndarray], num_new_tokens: int) -> bool:
+        """Whether `hits` hold something that the step being planned only just writes, and this request reads before.
 
-        A kernel that writes and attends for all single rows at once orders them in no way. Requests of more rows
-        are safe: all their KV is written before any of it is read.
+        A recurrent state is read before the step writes any. A kernel that writes and attends for all single rows
+        at once orders them in no way. Other rows are safe: all their KV is written before any of it is read.
         """
-        if num_new_tokens > 1 or self._step == 0:
+        if self._step == 0:
             return False
-        return any((self._named_in[ids] == self._step).any() for ids in hits)
+        for group, ids in zip(self.groups, hits):
+            read = ids[-1:] if isinstance(group.spec, RecurrentSpec) else ids[: len(ids) * (num_new_tokens == 1)]
+            if (self._named_in[read] == self._step).any():
+                return True
+        return False
 
     def observe_admission(self, request: Request, num_hits: int) -> None:
         """Tell the observer, if there is one, what `request` found and what it did not."""
@@ -302,11 +312,11 @@ class KVCacheManager:
             raise ValueError("only a sequence of full attention can be cut: other layers no longer have its past")
         request.check_kept(num_tokens)
         request.quiet_until = 0
-        kept = min(num_tokens, request.num_computed_tokens)
+        name, kept = request.request_id, min(num_tokens, request.num_computed_tokens)
+        while (writable := min([kept, *(m.keep_writable(name, kept) for m in self.coordinator.managers)])) < kept:
+            kept = writable
         for manager in self.coordinator.managers:
-            kept = min(kept, manager.keep_writable(request.request_id, num_tokens))
-        for manager in self.coordinator.managers:
-            self.pool.release(manager.cut(request.request_id, kept))
+            self.pool.release(manager.cut(name, kept))
         return kept
 
     def free(self, request: Request) -> None:
@@ -318,7 +328,7 @@ class KVCacheManager:
         num_own = [0] * len(self.groups)
         if request.cache_retention == "low":
             tables = self.coordinator.block_ids(request.request_id)
-            found = [(request.num_cached_tokens or 0) // group.spec.block_size for group in self.groups]
+            found = [request.num_found_tokens // group.spec.block_size for group in self.groups]
             num_own = [np.count_nonzero(table[n:]) for table, n in zip(tables, found)]
         for ids, own in zip(self.coordinator.pop(request.request_id), num_own):
             self.pool.release(ids[:own], first=True)
@@ -326,6 +336,7 @@ class KVCacheManager:
 
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """Take the names of `block_ids` away, without freeing them."""
+        block_ids = list(dict.fromkeys(block_ids))
         bad = [i for i in block_ids if not NULL_BLOCK < i < self.pool.num_blocks]
         if bad:
             raise ValueError(f"block ids {bad} are not in [1, {self.pool.num_blocks})")

@@ -16,7 +16,7 @@ from jaxcache.core.managers import (
     manager_class,
 )
 from jaxcache.core.request import Request
-from jaxcache.core.specs import KVCacheGroup, KVCacheSpec
+from jaxcache.core.specs import CrossAttentionSpec, KVCacheGroup, KVCacheSpec
 
 Hits = list[np.ndarray]
 """Per group, the block ids of a hit, int32."""
@@ -105,14 +105,6 @@ class KVCacheCoordinator:
         for manager, part in zip(self.managers, parts):
             manager.add_blocks(request_id, part, num_tokens)
         return parts
-
-    def new_step_starts(self) -> None:
-        for manager in self.managers:
-            manager.new_step_starts()
-
-    def must_wait(self, hits: Hits) -> bool:
-        """Whether `hits` hold something that the step being planned will only just compute."""
-        return any(manager.must_wait(ids) for manager, ids in zip(self.managers, hits))
 
     def block_ids(self, request_id: str) -> Hits:
         return [manager.block_ids(request_id) for manager in self.managers]
@@ -204,6 +196,8 @@ def make_coordinator(
         return KVCacheCoordinatorNoPrefixCache(groups, index, **settings)
     if not groups:
         raise ValueError("prefix caching needs at least one KV-cache group: switch enable_prefix_caching off")
+    if any(isinstance(group.spec, CrossAttentionSpec) for group in groups):
+        raise ValueError("cross attention is never cached: switch enable_prefix_caching off for this model")
     kind = UnitaryKVCacheCoordinator if len(groups) == 1 else HybridKVCacheCoordinator
     return kind(groups, index, **settings)
 

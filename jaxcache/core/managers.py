@@ -77,15 +77,7 @@ class SingleTypeKVCacheManager(Generic[SpecT]):
         self.num_cached_blocks: dict[str, int] = {}
         """Leading blocks of each tracked request that have been offered to the index."""
 
-    def new_step_starts(self) -> None:
-        """A step is about to be planned."""
-
     # What a hit needs
-
-    def must_wait(self, hits: np.ndarray) -> bool:
-        """Whether `hits` can be used in the next step, but not in this one."""
-        del hits
-        return False
 
     def blocks_needed(self, num_blocks: np.ndarray) -> np.ndarray:
         """How many blocks before its end a hit of so many blocks needs, for each entry."""
@@ -287,8 +279,8 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager[ChunkedLocalAttentio
         super().__init__(spec, group_id, index, alignment=alignment, **limits)
 
     def blocks_needed(self, num_blocks: np.ndarray) -> np.ndarray:
-        num_tokens = num_blocks * self.block_size
-        return num_tokens % self.spec.attention_chunk_size // self.block_size
+        chunk = self.spec.attention_chunk_size
+        return num_blocks - num_blocks * self.block_size // chunk * chunk // self.block_size
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return self._chunk_start(num_computed_tokens)
@@ -300,19 +292,8 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager[ChunkedLocalAttentio
 class RecurrentManager(SingleTypeKVCacheManager[RecurrentSpec]):
     """A hit needs one block: the state at its end. A running request holds the state that it goes on from."""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._named_in_step: set[int] = set()
-
-    def new_step_starts(self) -> None:
-        self._named_in_step.clear()
-
     def blocks_needed(self, num_blocks: np.ndarray) -> np.ndarray:
         return np.minimum(1, num_blocks)
-
-    def must_wait(self, hits: np.ndarray) -> bool:
-        """A state is read before the step writes any, so one that this step computes is not there yet."""
-        return bool(len(hits)) and int(hits[-1]) in self._named_in_step
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - 1)
@@ -331,11 +312,6 @@ class RecurrentManager(SingleTypeKVCacheManager[RecurrentSpec]):
         table.extend(np.full(max(between, 0), NULL_BLOCK, np.int32))
         table.extend(ids)
 
-    def cache_blocks(self, request: Request, num_tokens: int) -> np.ndarray:
-        named = super().cache_blocks(request, num_tokens)
-        self._named_in_step.update(named.tolist())
-        return named
-
 
 class CrossAttentionManager(SingleTypeKVCacheManager[CrossAttentionSpec]):
     """As many blocks as the encoder's output needs, taken at once; nothing is looked up or named."""
@@ -350,9 +326,6 @@ class CrossAttentionManager(SingleTypeKVCacheManager[CrossAttentionSpec]):
         super().__init__(*arguments, **settings)
         self.num_encoder_tokens: dict[str, int] = {}
         """Set for each request before it is admitted."""
-
-    def blocks_needed(self, num_blocks: np.ndarray) -> np.ndarray:
-        raise ValueError("cross attention is never cached: switch enable_prefix_caching off for this model")
 
     def pop(self, request_id: str) -> np.ndarray:
         self.num_encoder_tokens.pop(request_id, None)

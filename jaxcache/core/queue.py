@@ -61,27 +61,32 @@ class PriorityQueue:
 
     def __init__(self) -> None:
         self._heap: list[Request] = []
+        """Those that wait, and some that no longer do."""
+        self._waiting: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
         heapq.heappush(self._heap, request)
+        self._waiting[request.request_id] = request
 
     put_back = add
 
     def peek(self) -> Request:
+        while self._waiting.get(self._heap[0].request_id) is not self._heap[0]:
+            heapq.heappop(self._heap)
         return self._heap[0]
 
     def pop(self) -> Request:
+        self.remove(self.peek())
         return heapq.heappop(self._heap)
 
     def remove(self, request: Request) -> None:
-        self._heap.remove(request)
-        heapq.heapify(self._heap)
+        del self._waiting[request.request_id]
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(self._heap))
+        return iter(sorted(self._waiting.values()))
 
 
 def make_queue(policy: str) -> RequestQueue:

@@ -68,7 +68,8 @@ class RadixIndex:
 
     def _start_empty(self) -> None:
         self._runs: dict[int, Run] = {}
-        self._next_run = 0
+        self._unused_numbers: list[int] = []
+        """Of runs that are no more, to be given out again: run numbers are 32 bits."""
         self._num_contents = 0
         for tree in self._trees.values():
             tree.roots.clear()
@@ -120,6 +121,8 @@ class RadixIndex:
     def insert(
         self, request: Request, group_id: int, start: int, block_ids: np.ndarray, previous: int
     ) -> np.ndarray:
+        if not block_ids.any():
+            return NO_IDS
         tree, row = self._place[group_id]
         self._hasher = request.block_hasher
         stop = start + len(block_ids)
@@ -166,10 +169,8 @@ class RadixIndex:
         tokens = content.tokens[(position - content.start) * tree.stride :]
         keys = content.keys and content.keys[position:]
         if run.children or run.parent is None:
-            child = Run(self._next_run, run, position, len(tree.group_ids))
-            self._next_run += 1
+            child = self._new_run(run, position, len(tree.group_ids))
             run.children[content.first(position)] = child
-            self._runs[child.number] = child
             run = child
         add_keys(run, keys, tree.end(run) - run.start, len(tokens) // tree.stride)
         run.tokens += tokens
@@ -179,6 +180,15 @@ class RadixIndex:
             grown[:, : run.ids.shape[1]] = run.ids
             run.ids = grown
         return run
+
+    def _new_run(self, parent: Run, start: int, num_rows: int) -> Run:
+        run = Run(self._unused_numbers.pop() if self._unused_numbers else len(self._runs), parent, start, num_rows)
+        self._runs[run.number] = run
+        return run
+
+    def _forget_run(self, run: Run) -> None:
+        del self._runs[run.number]
+        self._unused_numbers.append(run.number)
 
     def _fill(self, run: Run, row: int, position: int, block_ids: np.ndarray) -> np.ndarray:
         """Name `block_ids` in `run` from `position` on. Returns those that are new."""
@@ -220,9 +230,7 @@ class RadixIndex:
         """Let `run` end at `position`; what is behind becomes its only child."""
         at = position - run.start
         length = len(run.tokens) // tree.stride
-        tail = Run(self._next_run, run, position, len(run.ids))
-        self._next_run += 1
-        self._runs[tail.number] = tail
+        tail = self._new_run(run, position, len(run.ids))
         tail.tokens = run.tokens[at * tree.stride :]
         tail.ids = run.ids[:, at:length].copy()
         if run.keys is not None:
@@ -302,7 +310,8 @@ class RadixIndex:
                 if parent is None:
                     del tree.roots[root_of(run).namespace]
                     return
-                del parent.children[tree.first(run)], self._runs[run.number]
+                del parent.children[tree.first(run)]
+                self._forget_run(run)
                 run = parent
                 if len(run.children) == 1 and run.parent is not None:
                     self._join(tree, run)
@@ -336,7 +345,7 @@ class RadixIndex:
         moved = child.ids[:, :more]
         self._runs_of[moved[moved != NULL_BLOCK]] = run.number
         run.live += child.live
-        del self._runs[child.number]
+        self._forget_run(child)
 
     def _tree_of(self, run: Run) -> Tree:
         if len(self._trees) == 1:

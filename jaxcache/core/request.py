@@ -2,6 +2,7 @@
 
 import enum
 import hashlib
+import operator
 import time
 from array import array
 from collections.abc import Iterable, Sequence
@@ -44,6 +45,8 @@ def pack_token_ids(token_ids: Iterable[int], vocab_size: int | None = None, what
     A `ValueError` for anything that is not an integer (bools included) or not in `[0, vocab_size)`.
     """
     limit = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
+    if not isinstance(token_ids, Iterable):
+        raise ValueError(f"{what} must be token ids in a sequence, got {type(token_ids).__name__}")
     if hasattr(token_ids, "dtype"):
         packed = _pack_array(np.asarray(token_ids), what, limit)
     else:
@@ -107,8 +110,15 @@ def check_retention(value: Any) -> str:
 def check_features(features: Sequence[MultiModalFeature], num_tokens: int) -> tuple[MultiModalFeature, ...]:
     """`features` as a tuple; a `ValueError` unless they are named, in order, apart and inside the prompt."""
     end = 0
+    checked = []
     for nth, feature in enumerate(features):
-        identifier, offset, length = feature
+        try:
+            identifier, offset, length = feature
+            offset, length = operator.index(offset), operator.index(length)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"feature {nth} must be (identifier, offset, length) with integers of tokens, got {feature!r}"
+            ) from None
         if not isinstance(identifier, str) or not identifier:
             raise ValueError(f"feature {nth} needs an identifier derived from its content, got {identifier!r}")
         check_text(f"the identifier of feature {nth}", identifier)
@@ -123,7 +133,8 @@ def check_features(features: Sequence[MultiModalFeature], num_tokens: int) -> tu
                 "sort features by offset, and let them not overlap"
             )
         end = offset + length
-    return tuple(MultiModalFeature(*feature) for feature in features)
+        checked.append(MultiModalFeature(identifier, offset, length))
+    return tuple(checked)
 
 
 class Request:
@@ -190,6 +201,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
         """Tokens taken from the cache when it was first admitted; `None` until then."""
+        self.num_found_tokens = 0
+        """The same of its latest admission."""
         self.quiet_until = 0
         """Up to so many computed tokens its blocks need no change (`KVCacheManager.allocate_slots`)."""
         self.num_preemptions = 0

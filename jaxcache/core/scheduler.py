@@ -65,11 +65,8 @@ class Scheduler:
     """
 
     def __init__(self, kv: KVCacheManager, config: SchedulerConfig) -> None:
-        if kv.states_at_block_ends and config.max_num_batched_tokens < kv.scheduler_block_size:
-            raise ValueError(
-                f"a model with recurrent layers is computed in whole blocks of {kv.scheduler_block_size} tokens: "
-                f"raise SchedulerConfig.max_num_batched_tokens from {config.max_num_batched_tokens} to that"
-            )
+        if kv.states_at_block_ends:
+            _check_room_for_blocks(kv.scheduler_block_size, config)
         self.kv = kv
         self.config = config
         self.waiting = make_queue(config.policy)
@@ -103,8 +100,9 @@ class Scheduler:
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End `request`: its blocks are given back, those with a name staying findable. Twice is once."""
-        if self.requests.pop(request.request_id, None) is None:
+        if self.requests.get(request.request_id) is not request:
             return
+        del self.requests[request.request_id]
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self.kv.free(request)
@@ -226,6 +224,9 @@ class Scheduler:
     def _schedule_waiting(self, plan: StepPlan) -> None:
         while self.waiting and plan.budget and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek()
+            if request.status is RequestStatus.PREEMPTED and self._never_fits(request):
+                self._refuse(request, plan)
+                continue
             hits, num_hits = self.kv.get_computed_blocks(request)
             if not self.config.enable_chunked_prefill and self._waits_for_budget(request, num_hits, plan):
                 return
@@ -256,7 +257,7 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_hits
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_hits
+        request.num_computed_tokens = request.num_found_tokens = num_hits
         self.running.append(request)
         plan.admitted.append(request)
 
@@ -289,6 +290,22 @@ class Scheduler:
         if self.kv.states_at_block_ends:
             return _end_at_a_block(start, num_tokens, request.num_tokens, self.kv.scheduler_block_size)
         return num_tokens
+
+
+def _check_room_for_blocks(block_size: int, config: SchedulerConfig) -> None:
+    """A `ValueError` unless a step has room for a whole block of a prompt, however many requests generate."""
+    least = block_size + config.max_num_seqs - 1
+    if config.max_num_batched_tokens < least:
+        raise ValueError(
+            f"a model with recurrent layers is computed in whole blocks of {block_size} tokens, beside up to "
+            f"{config.max_num_seqs - 1} requests that generate: raise SchedulerConfig.max_num_batched_tokens from "
+            f"{config.max_num_batched_tokens} to {least}, or lower max_num_seqs"
+        )
+    if 0 < config.long_prefill_token_threshold < block_size:
+        raise ValueError(
+            f"a model with recurrent layers is computed in whole blocks of {block_size} tokens: raise "
+            f"SchedulerConfig.long_prefill_token_threshold from {config.long_prefill_token_threshold} to that"
+        )
 
 
 def _end_at_a_block(start: int, num_tokens: int, length: int, block_size: int) -> int:

@@ -65,7 +65,10 @@ class SlidingWindowSpec(KVCacheSpec):
 
 @dataclass(frozen=True)
 class ChunkedLocalAttentionSpec(KVCacheSpec):
-    """A token attends within its chunk of `attention_chunk_size` tokens; blocks of earlier chunks are dropped."""
+    """A token attends within its chunk of `attention_chunk_size` tokens; blocks of earlier chunks are dropped.
+
+    A chunk that begins inside a block keeps that whole block.
+    """
 
     attention_chunk_size: int
 
@@ -75,7 +78,8 @@ class ChunkedLocalAttentionSpec(KVCacheSpec):
 
     def max_blocks(self, num_tokens: int, max_num_batched_tokens: int) -> int:
         in_flight = min(self.attention_chunk_size + max_num_batched_tokens, num_tokens)
-        return ceil_div(in_flight, self.block_size)
+        inside_a_block = self.attention_chunk_size % self.block_size > 0
+        return ceil_div(in_flight, self.block_size) + inside_a_block
 
 
 @dataclass(frozen=True)

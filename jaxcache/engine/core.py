@@ -115,7 +115,7 @@ class EngineCore:
             )
             caching = False
         if not causal:
-            scheduler = replace(scheduler, enable_chunked_prefill=False)
+            scheduler = replace(scheduler, enable_chunked_prefill=False, long_prefill_token_threshold=0)
         self.kv = KVCacheManager(
             kv_cache_groups(runner.config, cache.block_size),
             num_blocks,

@@ -18,7 +18,7 @@ from jaxcache.kernels.step import StepInputs
 
 
 class CacheFull(RuntimeError):
-    """The pool has not enough free blocks. Nothing was taken."""
+    """The pool has not enough free blocks. The call took none for the sequence that it was about."""
 
 
 def init_kv(

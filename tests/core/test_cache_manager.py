@@ -293,6 +293,55 @@ def test_a_failed_allocation_changes_nothing():
     assert admit(manager, big) == (8, [3, 4, 5])
 
 
+def test_names_are_taken_away_once():
+    manager = make_manager()
+    request = Request("0", range(8), block_hasher=HASHER)
+    admit(manager, request)
+    manager.evict_blocks([1, 2, 1, 1])
+    manager.check_invariants()
+    assert manager.get_computed_blocks(Request("1", range(9), block_hasher=HASHER))[1] == 0
+
+
+def test_a_cut_ends_where_every_group_can_write_on():
+    groups = [KVCacheGroup(FullAttentionSpec(size)) for size in (8, 12)]
+    manager = KVCacheManager(groups, 40, 100)
+    hasher = get_request_block_hasher(4)
+    cut, other = (Request(name, range(25), block_hasher=hasher) for name in "ab")
+    manager.allocate_slots(cut, 25)
+    cut.num_computed_tokens = 25
+    assert manager.truncate(cut, 20) == 0
+    cut.truncate(20)
+    cut.num_computed_tokens = 0
+    manager.check_invariants()
+    assert manager.get_computed_blocks(other)[1] == 24
+
+
+def test_low_retention_spares_what_the_latest_admission_found():
+    manager = make_manager()
+    mine = Request("mine", range(13), cache_retention="low", block_hasher=HASHER)
+    admit(manager, mine)
+    manager.free(mine)
+    other = Request("other", range(13), block_hasher=HASHER)
+    admit(manager, other)
+    manager.free(other)
+    _, found = manager.get_computed_blocks(mine)
+    assert found == 12
+    admit(manager, mine)
+    mine.num_found_tokens = found
+    shared = manager.get_block_ids("mine")[0][:3]
+    manager.free(mine)
+    assert manager.pool.queue().tolist()[-3:] == shared[::-1]
+
+
+def test_a_decode_without_groups_needs_nothing():
+    manager = KVCacheManager([], 2, 100, enable_caching=False)
+    request = Request("0", range(5))
+    assert manager.allocate_slots(request, 5) is not None
+    request.num_computed_tokens = 5
+    request.append_output_token_ids(1)
+    assert manager.allocate_decodes([request])
+
+
 def test_blocks_about_to_be_hit_are_not_evicted_by_the_same_allocation():
     manager = make_manager(num_blocks=7)
     done = Request("0", range(12), block_hasher=HASHER)
@@ -447,6 +496,7 @@ def test_block_sizes_of_several_groups():
         (lambda: SlidingWindowSpec(4, 0), "SlidingWindowSpec.sliding_window must be a positive integer"),
         (lambda: make_manager(watermark=1.0), r"watermark must lie in \[0, 1\), got 1.0"),
         (lambda: make_manager(1), "at least 2 blocks"),
+        (lambda: make_manager(eviction_policy="fifo"), "eviction_policy must be one of lru, s3fifo, got 'fifo'"),
         (lambda: KVCacheManager([], 5, 100), "prefix caching needs at least one KV-cache group"),
         (lambda: make_manager().allocate_slots(Request("0", [1]), 0), "num_new_tokens must be positive, got 0"),
         (lambda: make_manager().evict_blocks([0, 11]), r"block ids \[0, 11\] are not in \[1, 11\)"),

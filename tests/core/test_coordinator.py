@@ -373,9 +373,8 @@ def test_cross_attention_takes_what_the_encoder_needs_and_is_never_cached():
     assert len(cross.block_ids("a")) == 3
     run(scheduler)
     assert cross.num_encoder_tokens == {}
-    cached = make_scheduler([FullAttentionSpec(4), CrossAttentionSpec(4)])
     with pytest.raises(ValueError, match="cross attention is never cached: switch enable_prefix_caching off"):
-        cached.kv.get_computed_blocks(make_request(cached, "a", range(9)))
+        make_scheduler([FullAttentionSpec(4), CrossAttentionSpec(4)])
 
 
 def test_attention_sinks_have_blocks_of_their_own():
@@ -394,12 +393,54 @@ def test_attention_sinks_have_blocks_of_their_own():
         SinkFullAttentionSpec(4, 6)
 
 
+def test_a_chunk_that_begins_inside_a_block_keeps_it():
+    """Chunks of 6, blocks of 4: token 8 attends to 6 and 7, which are in the second block."""
+    spec = ChunkedLocalAttentionSpec(4, 6)
+    scheduler = make_scheduler([spec], max_num_batched_tokens=4)
+    for name in ("a", "b"):
+        request = make_request(scheduler, name, range(9), max_tokens=3)
+        scheduler.add_request(request)
+        step(scheduler)
+        if name == "b":
+            assert request.num_cached_tokens == 8
+            assert [block > 0 for block in scheduler.kv.get_block_ids(name)[0]] == [False, True, True]
+        run(scheduler)
+    assert spec.max_blocks(12, 4) == 4
+
+
+def test_states_are_found_by_those_who_do_not_speak_of_steps():
+    kv = KVCacheManager([KVCacheGroup(RecurrentSpec(4))], 10, 100)
+    hasher = get_request_block_hasher(4)
+    first, second = (Request(name, range(9), block_hasher=hasher) for name in "ab")
+    for num_tokens in (8, 1):
+        assert kv.allocate_slots(first, num_tokens) is not None
+        first.num_computed_tokens += num_tokens
+    hits, num_hits = kv.get_computed_blocks(second)
+    assert num_hits == 8
+    assert kv.allocate_slots(second, 1, num_hits, hits) is not None
+    kv.check_invariants()
+
+
+def test_a_first_chunk_without_a_state_to_keep_leaves_no_name():
+    kv = KVCacheManager([KVCacheGroup(RecurrentSpec(4))], 10, 100)
+    request = Request("a", range(9), block_hasher=get_request_block_hasher(4))
+    assert kv.allocate_slots(request, 6) is not None
+    kv.check_invariants()
+    kv.free(request)
+    kv.check_invariants()
+
+
+def test_recurrent_prompts_always_have_room_to_begin():
+    with pytest.raises(ValueError, match="raise SchedulerConfig.long_prefill_token_threshold from 3 to that"):
+        Scheduler(make_scheduler([RecurrentSpec(4)]).kv, SchedulerConfig(long_prefill_token_threshold=3))
+
+
 def test_sizes_that_do_not_go_together_are_refused_at_construction():
     with pytest.raises(
         ValueError, match="chunked local attention has blocks of 4 tokens beside groups that make hits"
     ):
         make_scheduler([FullAttentionSpec(8), ChunkedLocalAttentionSpec(4, 16)])
-    with pytest.raises(ValueError, match=r"computed in whole blocks of 32 tokens: raise SchedulerConfig\.max_num"):
+    with pytest.raises(ValueError, match=r"computed in whole blocks of 32 tokens, beside up to 3 requests that"):
         make_scheduler([FullAttentionSpec(32), RecurrentSpec(32)])
     with pytest.raises(ValueError, match="no manager keeps blocks for KVCacheSpec"):
         make_scheduler([KVCacheSpec(4)])

@@ -27,6 +27,18 @@ GROUPS = [
 EMBEDS = [np.arange(80, dtype=np.float32).reshape(20, 4), np.ones((20, 4), np.float32)]
 
 
+def test_run_numbers_are_used_again():
+    manager = KVCacheManager([KVCacheGroup(FullAttentionSpec(4))], 20, 100)
+    hasher = get_request_block_hasher(4)
+    for nth in range(300):
+        request = Request(str(nth), [nth % 7, nth, 3, 4, nth % 5, 6, 7, 8, 9], block_hasher=hasher)
+        hits, num_hits = manager.get_computed_blocks(request)
+        manager.allocate_slots(request, 9 - num_hits, num_hits, hits)
+        manager.free(request)
+        manager.check_invariants()
+    assert max(manager.index._runs) < 20
+
+
 class Pair(RuleBasedStateMachine):
     """Two managers that differ in nothing but the index, told the same."""
 

@@ -240,6 +240,44 @@ def test_each_admission_counts_once_however_long_it_waits():
     assert scheduler.kv.make_prefix_cache_stats().requests > 2
 
 
+def test_the_end_of_a_request_says_nothing_of_another_that_has_its_id():
+    scheduler = make_scheduler()
+    old, new = make_request("a", range(4)), make_request("a", range(8))
+    scheduler.add_request(old)
+    scheduler.finish(old, RequestStatus.FINISHED_ABORTED)
+    scheduler.add_request(new)
+    scheduler.finish(old, RequestStatus.FINISHED_ABORTED)
+    assert scheduler.requests == {"a": new}
+    run(scheduler)
+    assert new.status is RequestStatus.FINISHED_LENGTH
+
+
+def test_who_outgrows_the_pool_ends_in_an_error_even_if_nothing_is_reserved_or_cached():
+    scheduler = make_scheduler(num_blocks=5, reserve_full_sequence=False)
+    request = make_request("a", range(8), 40, skip_reading_prefix_cache=True, skip_writing_prefix_cache=True)
+    scheduler.add_request(request)
+    run(scheduler, 30)
+    assert request.status is RequestStatus.FINISHED_ERROR
+    assert "17 tokens need 5 blocks, but the pool has 4 usable ones" in request.error
+
+
+def test_waiting_requests_are_aborted_in_any_order_and_come_back():
+    scheduler = make_scheduler(policy="priority", max_num_seqs=1)
+    requests = [make_request(f"r{nth}", range(4), priority=nth % 3) for nth in range(9)]
+    for request in requests:
+        scheduler.add_request(request)
+    for nth in (4, 0, 8):
+        scheduler.finish(requests[nth], RequestStatus.FINISHED_ABORTED)
+    assert [request.request_id for request in scheduler.waiting] == ["r3", "r6", "r1", "r7", "r2", "r5"]
+    step(scheduler)
+    scheduler.preempt_all()
+    assert len(scheduler.waiting) == 6
+    first = []
+    while scheduler.has_unfinished:
+        first += [entry[0] for entry in step(scheduler)]
+    assert list(dict.fromkeys(first)) == ["r3", "r6", "r1", "r7", "r2", "r5"]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -250,6 +288,10 @@ def test_each_admission_counts_once_however_long_it_waits():
         (lambda: SchedulerConfig(max_num_batched_tokens=True), "max_num_batched_tokens must be an integer"),
         (lambda: SchedulerConfig(policy="lifo"), "policy must be 'fcfs' or 'priority', got 'lifo'"),
         (lambda: SchedulerConfig(watermark=-0.1), r"watermark must lie in \[0, 1\), got -0.1"),
+        (
+            lambda: SchedulerConfig(enable_chunked_prefill=False, long_prefill_token_threshold=4),
+            "long_prefill_token_threshold cuts prompts into chunks, and enable_chunked_prefill is False",
+        ),
         (lambda: CacheConfig(block_size=0), "CacheConfig.block_size must be an integer of at least 1, got 0"),
         (lambda: CacheConfig(block_size=-16), "block_size must be an integer of at least 1, got -16"),
         (lambda: CacheConfig(num_blocks=1), "num_blocks must be an integer of at least 2, got 1"),

@@ -206,6 +206,8 @@ def test_hashes_follow_when_tokens_are_dropped():
     [
         ([("", 0, 2)], "feature 0 needs an identifier derived from its content, got ''"),
         ([(None, 0, 2)], "feature 0 needs an identifier"),
+        ([("a", 0)], r"feature 0 must be \(identifier, offset, length\) with integers of tokens, got \('a', 0\)"),
+        ([("a", 1.5, 2)], r"feature 0 must be \(identifier, offset, length\)"),
         ([("a", 0, 0)], r"feature 0 \('a'\) covers tokens \[0, 0\), but the prompt has \[0, 8\)"),
         ([("a", 6, 3)], r"covers tokens \[6, 9\), but the prompt has \[0, 8\)"),
         ([("a", -1, 3)], r"covers tokens \[-1, 2\)"),
@@ -215,4 +217,4 @@ def test_hashes_follow_when_tokens_are_dropped():
 )
 def test_inconsistent_features_are_refused(features, message):
     with pytest.raises(ValueError, match=message):
-        Request("r", range(8), features=[MultiModalFeature(*f) for f in features])
+        Request("r", range(8), features=features)

@@ -69,7 +69,6 @@ def make_app(
         )
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_found)
-    app.add_exception_handler(500, _unforeseen)
     return app
 
 
@@ -77,12 +76,6 @@ async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     message = f"there is no {request.method} {request.url.path} here"
     return JSONResponse(ApiError(status, message, code="not_found").body(), status)
-
-
-async def _unforeseen(request: Request, error: Exception) -> Response:
-    """The traceback goes to the server's log, not to the client."""
-    message = f"the server failed over this request ({type(error).__name__}); its log says more"
-    return JSONResponse(ApiError(500, message).body(), 500)
 
 
 class _Server:
@@ -102,13 +95,9 @@ class _Server:
                 if not open_to_all:
                     self._authorise(request)
                 return await endpoint(request)
-            except ApiError as error:
-                return JSONResponse(error.body(), error.status, error.headers)
-            except ValueError as error:
-                return JSONResponse(_bad_request(error).body(), 400)
-            except (EngineStopped, StepFailed) as error:
-                status = 503 if isinstance(error, EngineStopped) else 500
-                return JSONResponse(ApiError(status, str(error)).body(), status)
+            except Exception as error:
+                told = _api_error(error)
+                return JSONResponse(told.body(), told.status, told.headers)
 
         return answer
 
@@ -231,7 +220,7 @@ class _Server:
 
     async def _deltas(self, ask: Ask | EmbeddingAsk, prompts: list[Any]) -> AsyncGenerator[tuple[int, Delta]]:
         """The deltas of all prompts as they come, each with its prompt's place. Left early, all are aborted."""
-        merged: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+        merged: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
 
         async def follow(nth: int, prompt: Any) -> None:
             identity = {"adapter": ask.adapter, "cache_salt": ask.cache_salt}
@@ -241,7 +230,7 @@ class _Server:
                     async for delta in deltas:
                         merged.put_nowait((nth, delta))
                 merged.put_nowait(None)
-            except (ValueError, EngineStopped, StepFailed) as error:
+            except Exception as error:
                 merged.put_nowait(error)
 
         self._num_open += ask.num_answers
@@ -250,7 +239,7 @@ class _Server:
             running = len(tasks)
             while running:
                 item = await merged.get()
-                if isinstance(item, BaseException):
+                if isinstance(item, Exception):
                     raise item
                 if item is None:
                     running -= 1
@@ -322,8 +311,8 @@ class _Server:
             if ask.include_usage:
                 yield _event(self._envelope(ask, kind, []) | {"usage": usage(outputs.values())})
             yield "data: [DONE]\n\n"
-        except (ValueError, EngineStopped, StepFailed) as error:
-            yield _event(ApiError(500, str(error)).body())
+        except Exception as error:
+            yield _event(_api_error(error).body())
         finally:
             await deltas.aclose()
 
@@ -405,7 +394,15 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def _bad_request(error: ValueError) -> ApiError:
+def _api_error(error: Exception) -> ApiError:
+    """`error` as the client is told of it. Of what nobody foresaw, the log says more than the client hears."""
+    if isinstance(error, ApiError):
+        return error
     message = str(error)
-    too_long = re.search(r"max_model_len|raise CacheConfig.num_blocks", message)
-    return ApiError(400, message, code="context_length_exceeded" if too_long else None)
+    if isinstance(error, ValueError):
+        too_long = re.search(r"max_model_len|raise CacheConfig.num_blocks", message)
+        return ApiError(400, message, code="context_length_exceeded" if too_long else None)
+    if isinstance(error, EngineStopped | StepFailed):
+        return ApiError(503 if isinstance(error, EngineStopped) else 500, message)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, f"the server failed over this request ({type(error).__name__}); its log says more")

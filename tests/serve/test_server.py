@@ -275,6 +275,20 @@ def test_a_failure_that_nobody_foresaw_has_openais_shape_too_and_hides_its_cause
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def test_a_failure_that_nobody_foresaw_in_the_engine_is_told_and_leaves_room_for_the_next(monkeypatch):
+    engine = text_engine()
+    with serving(engine, max_queued_requests=1) as server:
+        body = {"prompt": "x", "max_tokens": 2}
+        for stream in (False, True):
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "add_request", lambda *_, **__: {}["secret"])
+                answer = httpx.post(f"{server.url}/v1/completions", json=body | {"stream": stream}, timeout=20)
+            assert answer.status_code == 500
+            assert "KeyError" in answer.json()["error"]["message"]
+            assert "secret" not in answer.text
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+
+
 def test_the_cache_can_be_reset(client, http, running):
     prompt = fresh("reset")
     for _ in range(2):

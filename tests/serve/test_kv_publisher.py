@@ -183,6 +183,19 @@ def test_publishing_never_waits_for_anybody(connect):
     assert sleeper.poll(0)
 
 
+def test_a_batch_that_cannot_be_sent_is_a_gap_and_not_the_end(connect, caplog):
+    publisher = KVEventPublisher(config())
+    socket = connect(zmq.SUB, publisher.endpoint)
+    time.sleep(0.2)
+    for events in ([AllBlocksCleared()], ["no event"], [AllBlocksCleared()]):
+        publisher.publish(events)
+    assert [int.from_bytes(socket.recv_multipart()[1], "big") for _ in range(2) if socket.poll(5000)] == [0, 2]
+    replay = connect(zmq.DEALER, publisher.replay_endpoint)
+    assert [number for number, _ in replayed(replay, 0)] == [0, 2]
+    publisher.close()
+    assert "KV event batch 1 is lost" in caplog.text
+
+
 def test_frames_are_the_references(connect):
     publisher = KVEventPublisher(config(topic="kv"))
     socket = connect(zmq.SUB, publisher.endpoint)

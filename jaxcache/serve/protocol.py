@@ -138,7 +138,9 @@ def parse_chat(body: Mapping[str, Any], model: str) -> Ask:
     if body.get("top_logprobs") is not None and not wanted:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = (body.get("top_logprobs") or 0) if wanted else None
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
+    limit = body.get("max_completion_tokens")
+    if limit is None:
+        limit = body.get("max_tokens")
     messages = _plain(body.get("messages"))
     return _ask(body, model, [messages], chat=True, logprobs=logprobs, max_tokens=limit)
 

@@ -108,6 +108,13 @@ def test_a_chat_goes_through_the_template(client):
     assert roles == ["assistant"] + [None] * (len(roles) - 1)
 
 
+@pytest.mark.parametrize("newer", [None, 3])
+def test_either_name_limits_the_tokens_of_a_chat(http, newer):
+    body = {"messages": [{"role": "user", "content": "limit"}], "ignore_eos": True}
+    answer = http.post("/v1/chat/completions", json=body | {"max_completion_tokens": newer, "max_tokens": 2})
+    assert answer.json()["usage"]["completion_tokens"] == (newer or 2)
+
+
 def test_stop_strings_end_the_answer(client):
     prompt = fresh("stop")
     whole = client.completions.create(prompt=prompt, **greedy(max_tokens=40)).choices[0].text

@@ -5,8 +5,8 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -172,8 +172,7 @@ class _Server:
 
     async def embeddings(self, request: Request) -> Response:
         ask = await self._parsed(request, parse_embeddings)
-        self._refuse_if_full(len(ask.prompts))
-        deltas = self._deltas(ask, await asyncio.to_thread(self._token_ids, ask.prompts))
+        deltas = self._deltas(ask)
         outputs = await _unless_gone(request, _collect(deltas))
         await deltas.aclose()
         if outputs is None:
@@ -181,12 +180,7 @@ class _Server:
         return JSONResponse(embeddings(ask, [outputs[nth] for nth in sorted(outputs)], ask.adapter or self._model))
 
     async def _generate(self, request: Request, ask: Ask) -> Response:
-        self._refuse_if_full(ask.num_answers)
-        if ask.chat:
-            prompts = await asyncio.to_thread(self._chat_ids, ask)
-        else:
-            prompts = await asyncio.to_thread(self._token_ids, ask.prompts)
-        deltas = self._deltas(ask, prompts)
+        deltas = self._deltas(ask)
         first = await _unless_gone(request, anext(deltas))
         if first is None:
             await deltas.aclose()
@@ -199,14 +193,14 @@ class _Server:
             return Response(status_code=CLIENT_GONE)
         return JSONResponse(self._complete(ask, outputs))
 
-    def _chat_ids(self, ask: Ask) -> list[Any]:
-        return [self._engine.chat_prompt(messages, **ask.chat_template_kwargs) for messages in ask.prompts]
+    def _token_ids(self, ask: Ask | EmbeddingAsk) -> list[Any]:
+        if isinstance(ask, Ask) and ask.chat:
+            return [self._engine.chat_prompt(messages, **ask.chat_template_kwargs) for messages in ask.prompts]
+        return [self._tokenizer().encode(one) if isinstance(one, str) else one for one in ask.prompts]
 
-    def _token_ids(self, prompts: list[Any]) -> list[Any]:
-        """Long texts take their time: neither the event loop nor the engine waits for that."""
-        return [self._tokenizer().encode(one) if isinstance(one, str) else one for one in prompts]
-
-    def _refuse_if_full(self, num_answers: int) -> None:
+    @contextmanager
+    def _places(self, num_answers: int) -> Iterator[None]:
+        """Counts so many answers as under way; an `ApiError` where there is no room for them."""
         limit = self._config.max_queued_requests
         if num_answers > limit:
             raise ApiError(400, f"{num_answers} answers are asked for at once, {limit} are allowed: ask for fewer")
@@ -217,8 +211,13 @@ class _Server:
                 code="too_many_requests",
                 headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             )
+        self._num_open += num_answers
+        try:
+            yield
+        finally:
+            self._num_open -= num_answers
 
-    async def _deltas(self, ask: Ask | EmbeddingAsk, prompts: list[Any]) -> AsyncGenerator[tuple[int, Delta]]:
+    async def _deltas(self, ask: Ask | EmbeddingAsk) -> AsyncGenerator[tuple[int, Delta]]:
         """The deltas of all prompts as they come, each with its prompt's place. Left early, all are aborted."""
         merged: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
 
@@ -233,23 +232,24 @@ class _Server:
             except Exception as error:
                 merged.put_nowait(error)
 
-        self._num_open += ask.num_answers
-        tasks = [asyncio.create_task(follow(nth, prompt)) for nth, prompt in enumerate(prompts)]
-        try:
-            running = len(tasks)
-            while running:
-                item = await merged.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
-        finally:
-            self._num_open -= ask.num_answers
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with self._places(ask.num_answers):
+            # Long texts take their time: neither the event loop nor the engine waits for that.
+            prompts = await asyncio.to_thread(self._token_ids, ask)
+            tasks = [asyncio.create_task(follow(nth, prompt)) for nth, prompt in enumerate(prompts)]
+            try:
+                running = len(tasks)
+                while running:
+                    item = await merged.get()
+                    if isinstance(item, Exception):
+                        raise item
+                    if item is None:
+                        running -= 1
+                    else:
+                        yield item
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     def _complete(self, ask: Ask, outputs: dict[int, RequestOutput]) -> dict[str, Any]:
         choices = []

@@ -3,6 +3,8 @@
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import openai
@@ -336,6 +338,21 @@ def test_too_many_requests_are_sent_away_and_told_when_to_return():
             assert busy.status_code == 409
         server.settle()
         assert httpx.post(f"{server.url}/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
+
+
+def test_a_request_counts_from_before_its_text_is_tokenized(monkeypatch):
+    engine = text_engine()
+    encode, began, go_on = engine.tokenizer.encode, threading.Event(), threading.Event()
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda text: (began.set(), go_on.wait(20), encode(text))[-1])
+    with serving(engine, max_queued_requests=1) as server, ThreadPoolExecutor() as clients:
+        body = {"prompt": "x", "max_tokens": 1}
+        ask = partial(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        first = clients.submit(ask)
+        assert began.wait(20)
+        assert ask().status_code == 429
+        go_on.set()
+        assert first.result().status_code == 200
+        assert ask().status_code == 200
 
 
 def test_a_key_and_a_limit_on_bodies():

@@ -26,6 +26,7 @@ from jaxcache.serve.protocol import (
     completion_logprobs,
     parse_chat,
     parse_completion,
+    prompt_logprobs,
     usage,
 )
 
@@ -261,13 +262,14 @@ class _Server:
                 if ask.chat:
                     choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
                 else:
-                    choice["text"] = completion.text
+                    choice |= {"text": completion.text, **self._prompt_logprobs(outputs[nth])}
                 if completion.logprobs is not None:
                     choice["logprobs"] = self._logprobs(ask, completion.logprobs, 0)
                 choice |= {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
                 choices.append(choice)
         kind = "chat.completion" if ask.chat else "text_completion"
-        return self._envelope(ask, kind, choices) | {"usage": usage(outputs.values())}
+        answer = self._envelope(ask, kind, choices) | {"usage": usage(outputs.values())}
+        return answer | self._prompt_logprobs(outputs[0]) if ask.chat else answer
 
     async def _events(
         self, request: Request, ask: Ask, first: tuple[int, Delta], deltas: AsyncGenerator[tuple[int, Delta]]
@@ -324,6 +326,11 @@ class _Server:
         if ask.chat:
             return chat_logprobs(self._engine.tokenizer, logprobs)
         return completion_logprobs(self._engine.tokenizer, logprobs, offset)
+
+    def _prompt_logprobs(self, output: RequestOutput) -> dict[str, Any]:
+        if output.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self._engine.tokenizer, output.prompt_logprobs)}
 
     # Requests
 

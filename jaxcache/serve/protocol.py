@@ -174,6 +174,8 @@ def _ask(
         raise ApiError(400, f"stream must be true or false, got {stream!r}", param="stream")
     if options and not stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    if params.prompt_logprobs is not None and stream:
+        raise ApiError(400, "prompt_logprobs come with whole answers only, not with stream: true", param="stream")
     if not isinstance(options, Mapping) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise ApiError(400, f"stream_options may have include_usage, got {options!r}", param="stream_options")
     kwargs = body.get("chat_template_kwargs") or {}
@@ -301,6 +303,23 @@ def completion_logprobs(
         "top_logprobs": [{text(i): value for i, value in position.top} for position in logprobs],
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(
+    tokenizer: TextTokenizer | None, logprobs: Sequence[TopLogprobs | None]
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: per prompt token, by token id, the token itself and the likeliest ones. A token that is not
+    among these has no rank."""
+
+    def entry(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = token_bytes(tokenizer, token_id).decode(errors="replace")
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
+
+    def entries(position: TopLogprobs) -> dict[str, Any]:
+        top = {str(i): entry(i, value, rank) for rank, (i, value) in enumerate(position.top, 1)}
+        return {str(position.token_id): entry(position.token_id, position.logprob, None)} | top
+
+    return [None if position is None else entries(position) for position in logprobs]
 
 
 def token_bytes(tokenizer: TextTokenizer | None, token_id: int) -> bytes:

@@ -144,6 +144,29 @@ def test_log_probabilities_of_both_kinds(client):
     assert streamed == pytest.approx(plain.logprobs.token_logprobs, abs=1e-5)
 
 
+def test_log_probabilities_of_the_prompt(http):
+    prompt, body = fresh("prompt_logprobs"), {"max_tokens": 2, "prompt_logprobs": 3}
+    params = SamplingParams(max_tokens=2, prompt_logprobs=3)
+    (expected,) = text_engine().generate([prompt], params, progress=False)
+    answer = http.post("/v1/completions", json=body | {"prompt": [prompt, "x"], "n": 2}).json()
+    first, again, other, _ = (choice["prompt_logprobs"] for choice in answer["choices"])
+    assert first == again
+    assert (first[0], other, len(first)) == (None, [None], len(prompt))
+    for told, position, character in zip(first[1:], expected.prompt_logprobs[1:], prompt[1:], strict=True):
+        top = dict(position.top)
+        assert told.keys() == {str(position.token_id), *map(str, top)}
+        chosen = told[str(position.token_id)]
+        assert chosen["decoded_token"] == character
+        assert chosen["logprob"] == pytest.approx(position.logprob, abs=1e-5)
+        assert (chosen["rank"] is None) == (position.token_id not in top)
+        assert [told[str(token_id)]["rank"] for token_id in top] == [1, 2, 3]
+    chat = http.post("/v1/chat/completions", json=body | {"messages": [{"role": "user", "content": "x"}]}).json()
+    assert [told and len(told) >= 3 for told in chat["prompt_logprobs"]] == [None] + [True] * 7
+    assert "prompt_logprobs" not in http.post("/v1/completions", json={"prompt": "x"}).json()["choices"][0]
+    refused = http.post("/v1/completions", json=body | {"prompt": "x", "stream": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
+
+
 def test_a_salt_separates_tenants_in_time_and_in_counts(client):
     """Neither the work nor the reported count tells one tenant what another one asked."""
     prompt = fresh("salt")

@@ -1,7 +1,12 @@
 """KV events over ZeroMQ against a plain subscriber: a mirror fed by nothing else knows what the engine knows."""
 
+import re
 import socket
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -210,6 +215,25 @@ def test_frames_are_the_references(connect):
     assert encode_batch(1.5, [AllBlocksCleared()], None).hex() == (
         "93cb3ff80000000000009181a474797065b0416c6c426c6f636b73436c6561726564c0"
     )
+
+
+def test_the_subscriber_of_the_page_hears_what_is_sent_where_nothing_says_where_to():
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    (program,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "SUB" in code]
+    port = str(free_port())
+    default = KVEventsConfig().endpoint
+    publisher = KVEventPublisher(KVEventsConfig(endpoint=default.replace("5557", port)))
+    command = [sys.executable, "-uc", program.replace("5557", port)]
+    subscriber = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with subscriber, ThreadPoolExecutor() as reader:
+        line = reader.submit(subscriber.stdout.readline)
+        deadline = time.monotonic() + 20
+        while not line.done() and time.monotonic() < deadline:
+            publisher.publish([AllBlocksCleared()])
+            time.sleep(0.05)
+        subscriber.kill()
+    publisher.close()
+    assert "['AllBlocksCleared'] 0" in line.result()
 
 
 def test_an_address_that_cannot_be_used_is_named():

@@ -76,7 +76,7 @@ def make_app(
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     message = f"there is no {request.method} {request.url.path} here"
-    return JSONResponse(ApiError(status, message, code="not_found").body(), status)
+    return _error_response(ApiError(status, message, code="not_found"))
 
 
 class _Server:
@@ -97,8 +97,7 @@ class _Server:
                     self._authorise(request)
                 return await endpoint(request)
             except Exception as error:
-                told = _api_error(error)
-                return JSONResponse(told.body(), told.status, told.headers)
+                return _error_response(_api_error(error))
 
         return answer
 
@@ -399,6 +398,11 @@ async def _unless_gone(request: Request, work: Any) -> Any:
 
 def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def _error_response(error: ApiError) -> Response:
+    """In ASCII, since messages quote what clients sent, and UTF-8 has no bytes for half of a surrogate pair."""
+    return Response(json.dumps(error.body()), error.status, error.headers, "application/json")
 
 
 def _api_error(error: Exception) -> ApiError:

@@ -183,7 +183,7 @@ def _ask(
         raise ApiError(
             400, f"chat_template_kwargs must be an object, got {kwargs!r}", param="chat_template_kwargs"
         )
-    if ours := kwargs.keys() & {"template", "messages", "bos_token", "eos_token"}:
+    if ours := kwargs.keys() & {"self", "template", "messages", "bos_token", "eos_token"}:
         raise ApiError(400, f"chat_template_kwargs may not set {min(ours)}", param="chat_template_kwargs")
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     return Ask(

@@ -216,6 +216,8 @@ def test_retention_is_a_body_field(client, http):
         ({"echo": True}, "echo is not supported here"),
         ({"frequency_penalty": 0.5}, "frequency_penalty is not supported here"),
         ({"temperature": -1}, "temperature must be a number of at least 0"),
+        ({"temperature": 10**400}, "temperature must be a number of at least 0, finite"),
+        ({"\ud800": 1}, "\ud800 is not a parameter of this endpoint"),
         ({"n": 0}, "n must be an integer of at least 1"),
         ({"stream_options": {"include_usage": True}}, "stream_options needs stream: true"),
         ({"cache_salt": 7}, "cache_salt must be a string, got 7"),
@@ -231,7 +233,7 @@ def test_retention_is_a_body_field(client, http):
     ],
 )
 def test_what_cannot_be_done_is_a_400_in_openais_shape(http, extra, message):
-    answer = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2} | extra)
+    answer = http.post("/v1/completions", content=json.dumps({"prompt": "hello", "max_tokens": 2} | extra))
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -252,6 +254,7 @@ def test_what_cannot_be_done_is_a_400_in_openais_shape(http, extra, message):
             "messages[0] has a part that is no text: 'image_url'",
         ),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs may not set messages"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs may not set self"),
     ],
 )
 def test_so_it_is_for_chats(http, extra, message):

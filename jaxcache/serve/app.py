@@ -24,6 +24,7 @@ from jaxcache.serve.protocol import (
     Ask,
     chat_logprobs,
     completion_logprobs,
+    no_model,
     parse_chat,
     parse_completion,
     prompt_logprobs,
@@ -58,6 +59,7 @@ def make_app(
         ("GET", "/metrics", server.metrics),
         ("GET", "/stats", server.stats),
         ("GET", "/v1/models", server.models),
+        ("GET", "/v1/models/{name:path}", server.model),
         ("POST", "/v1/completions", server.completions),
         ("POST", "/v1/chat/completions", server.chat_completions),
         ("POST", "/v1/embeddings", server.embeddings),
@@ -127,10 +129,20 @@ class _Server:
         )
 
     async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": list(self._cards().values())})
+
+    async def model(self, request: Request) -> Response:
+        cards, name = self._cards(), request.path_params["name"]
+        if name not in cards:
+            raise no_model(name, cards)
+        return JSONResponse(cards[name])
+
+    def _cards(self) -> dict[str, dict[str, Any]]:
+        """What there is to know of the model and its adapters, by name."""
         common = {"object": "model", "created": 0, "owned_by": "jaxcache"}
         common["max_model_len"] = self._engine.max_model_len
-        cards = [{"id": name, **common, "parent": self._model} for name in self._thread.snapshot.adapters]
-        return JSONResponse({"object": "list", "data": [{"id": self._model, **common}, *cards]})
+        adapters = {name: {"id": name, **common, "parent": self._model} for name in self._thread.snapshot.adapters}
+        return {self._model: {"id": self._model, **common}} | adapters
 
     # Text and tokens
 

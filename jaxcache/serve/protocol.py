@@ -201,14 +201,17 @@ def _ask(
 
 
 def check_fields(body: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Nothing that changes the answer is dropped in silence: a 400 for fields that are not `known`."""
+    """Nothing that changes the answer is dropped in silence: a 400 for fields that are not `known`. Null asks for
+    nothing."""
     for name in body.keys() - known - IGNORED:
         value = body[name]
+        if value is None:
+            continue
         if name not in _NEUTRAL:
             raise ApiError(
                 400, f"{name} is not a parameter of this endpoint", code="unknown_parameter", param=name
             )
-        if value is not None and value not in _NEUTRAL[name]:
+        if value not in _NEUTRAL[name]:
             raise ApiError(
                 400, f"{name} is not supported here: leave it out", code="unsupported_parameter", param=name
             )
@@ -216,10 +219,13 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str]) -> None:
 
 def check_model(body: Mapping[str, Any], model: str) -> None:
     """A 404 for another model's name."""
-    if (asked := body.get("model", model)) != model:
-        raise ApiError(
-            404, f"there is no model {asked!r} here, only {model!r}", code="model_not_found", param="model"
-        )
+    if (asked := body.get("model")) is not None and asked != model:
+        raise no_model(asked, [model])
+
+
+def no_model(asked: Any, known: Iterable[str]) -> ApiError:
+    names = ", ".join(repr(name) for name in known)
+    return ApiError(404, f"there is no model {asked!r} here, only {names}", code="model_not_found", param="model")
 
 
 def cache_salt(body: Mapping[str, Any]) -> str | None:

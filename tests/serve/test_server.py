@@ -273,7 +273,11 @@ def test_the_client_raises_its_own_errors(client):
 
 
 def test_models_health_and_unknown_paths(client, http):
-    assert [model.id for model in client.models.list()] == ["model"]
+    (card,) = client.models.list()
+    assert card.id == "model"
+    assert client.models.retrieve("model") == card
+    with pytest.raises(openai.NotFoundError, match="there is no model 'org/other' here, only 'model'"):
+        client.models.retrieve("org/other")
     assert http.get("/health").json() == {"status": "ok"}
     missing = http.get("/v2/models")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
@@ -284,6 +288,19 @@ def test_models_health_and_unknown_paths(client, http):
         .json()["error"]["message"]
         .startswith("the body must be a JSON")
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "x"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+        ("embeddings", {"input": "x"}),
+    ],
+)
+def test_null_is_as_if_left_out(http, path, body):
+    answer = http.post(f"/v1/{path}", json=body | {"model": None, "function_call": None})
+    assert (answer.status_code, answer.json()["model"]) == (200, "model")
 
 
 def test_text_to_tokens_and_back(http):

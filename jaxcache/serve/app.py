@@ -161,9 +161,7 @@ class _Server:
         tokens, limit = (await self._body(request)).get("tokens"), self._engine.runner.config.vocab_size
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < limit for token in tokens):
             raise ApiError(400, f"tokens must be a list of token ids in [0, {limit})", param="tokens")
-        tokenizer = self._tokenizer()
-        text = b"".join(tokenizer.token_bytes(token) for token in tokens).decode(errors="replace")
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": self._tokenizer().decode(tokens, skip_special_tokens=False)})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         running = request.query_params.get("reset_running", "false")
@@ -409,7 +407,8 @@ async def _unless_gone(request: Request, work: Any) -> Any:
 
 
 def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    """In ASCII: some clients end lines at U+0085 and U+2028 too."""
+    return f"data: {json.dumps(data)}\n\n"
 
 
 def _error_response(error: ApiError) -> Response:

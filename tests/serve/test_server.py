@@ -9,9 +9,11 @@ from functools import partial
 import httpx
 import openai
 import pytest
+import tokenizers
 
 from jaxcache import CacheConfig, SamplingParams, SchedulerConfig
 from jaxcache.core.scheduler import StepPlan
+from jaxcache.models.tokenizer import Tokenizer
 from tests.serve.serving import serving, slow_engine, text_engine
 
 LONG = "You are a pirate who answers in one short sentence. "
@@ -313,6 +315,31 @@ def test_text_to_tokens_and_back(http):
         answer = http.post("/detokenize", json={"tokens": wrong})
         assert answer.status_code == 400
         assert "token ids in [0, 257)" in answer.json()["error"]["message"]
+
+
+def test_what_sentencepiece_puts_before_a_text_is_not_given_back():
+    vocabulary = {"<unk>": 0, "\u2581": 1, "a": 2, "b": 3, "<s>": 4}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+    library.add_special_tokens(["<s>"])
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    library.decoder = tokenizers.decoders.Metaspace()
+    engine = text_engine()
+    engine.tokenizer = Tokenizer(library)
+    with serving(engine) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        tokens = http.post("/tokenize", json={"prompt": "ab a"}).json()["tokens"]
+        assert tokens == [1, 2, 3, 1, 2]
+        assert http.post("/detokenize", json={"tokens": [*tokens, 4]}).json() == {"prompt": "ab a<s>"}
+
+
+def test_no_character_of_an_answer_ends_an_events_line(monkeypatch):
+    engine = text_engine()
+    monkeypatch.setattr(engine.tokenizer, "token_bytes", lambda _: "\u2028\x85".encode())
+    with serving(engine) as server:
+        body = {"prompt": "x", "max_tokens": 2, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            *events, done = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == "\u2028\x85" * 2
+    assert done == "[DONE]"
 
 
 def test_a_failure_that_nobody_foresaw_has_openais_shape_too_and_hides_its_cause(monkeypatch):

@@ -24,6 +24,7 @@ from jaxcache.serve.protocol import (
     Ask,
     chat_logprobs,
     completion_logprobs,
+    conversation,
     no_model,
     parse_chat,
     parse_completion,
@@ -147,15 +148,17 @@ class _Server:
     # Text and tokens
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        if "messages" in body:
-            tokens = self._engine.chat_prompt(body["messages"])
-        elif isinstance(body.get("prompt"), str):
-            special = bool(body.get("add_special_tokens", True))
-            tokens = self._tokenizer().encode(body["prompt"], add_special_tokens=special)
-        else:
-            raise ApiError(400, "give prompt, a text, or messages", param="prompt")
+        tokens = await asyncio.to_thread(self._tokenized, await self._body(request))
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._engine.max_model_len})
+
+    def _tokenized(self, body: Mapping[str, Any]) -> list[int]:
+        if "messages" in body:
+            messages, variables = conversation(body)
+            return self._engine.chat_prompt(messages, **variables)
+        if isinstance(body.get("prompt"), str):
+            special = bool(body.get("add_special_tokens", True))
+            return self._tokenizer().encode(body["prompt"], add_special_tokens=special)
+        raise ApiError(400, "give prompt, a text, or messages", param="prompt")
 
     async def detokenize(self, request: Request) -> Response:
         tokens, limit = (await self._body(request)).get("tokens"), self._engine.runner.config.vocab_size

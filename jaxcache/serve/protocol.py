@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from jaxcache.engine import RequestOutput, SamplingParams, TopLogprobs
@@ -141,8 +141,21 @@ def parse_chat(body: Mapping[str, Any], model: str) -> Ask:
     limit = body.get("max_completion_tokens")
     if limit is None:
         limit = body.get("max_tokens")
-    messages = _plain(body.get("messages"))
-    return _ask(body, model, [messages], chat=True, logprobs=logprobs, max_tokens=limit)
+    messages, variables = conversation(body)
+    ask = _ask(body, model, [messages], chat=True, logprobs=logprobs, max_tokens=limit)
+    return replace(ask, chat_template_kwargs=variables)
+
+
+def conversation(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The messages and variables of a chat template. An `ApiError` (400) for what cannot be given to one."""
+    variables = body.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise ApiError(
+            400, f"chat_template_kwargs must be an object, got {variables!r}", param="chat_template_kwargs"
+        )
+    if ours := variables.keys() & {"self", "template", "messages", "bos_token", "eos_token"}:
+        raise ApiError(400, f"chat_template_kwargs may not set {min(ours)}", param="chat_template_kwargs")
+    return _plain(body.get("messages")), variables
 
 
 def _plain(messages: Any) -> Any:
@@ -178,13 +191,6 @@ def _ask(
         raise ApiError(400, "prompt_logprobs come with whole answers only, not with stream: true", param="stream")
     if not isinstance(options, Mapping) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise ApiError(400, f"stream_options may have include_usage, got {options!r}", param="stream_options")
-    kwargs = body.get("chat_template_kwargs") or {}
-    if not isinstance(kwargs, dict):
-        raise ApiError(
-            400, f"chat_template_kwargs must be an object, got {kwargs!r}", param="chat_template_kwargs"
-        )
-    if ours := kwargs.keys() & {"self", "template", "messages", "bos_token", "eos_token"}:
-        raise ApiError(400, f"chat_template_kwargs may not set {min(ours)}", param="chat_template_kwargs")
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     return Ask(
         asked,
@@ -194,9 +200,8 @@ def _ask(
         bool(options.get("include_usage")),
         cache_salt(body),
         priority(body),
-        kwargs,
-        name,
-        int(time.time()),
+        id=name,
+        created=int(time.time()),
     )
 
 

@@ -311,10 +311,28 @@ def test_text_to_tokens_and_back(http):
     assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "añb"}
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
     assert bytes(chat["tokens"]) == b"user:x;>"
+    parts = [{"type": "text", "text": text} for text in ("Who", "are you?")]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    for begins in (True, False):
+        variables = {"add_generation_prompt": begins}
+        chat = http.post("/tokenize", json=body | {"chat_template_kwargs": variables}).json()
+        assert bytes(chat["tokens"]) == b"user:Who\nare you?;" + b">" * begins
     for wrong in (["a"], [257], [-1], [True], 5):
         answer = http.post("/detokenize", json={"tokens": wrong})
         assert answer.status_code == 400
         assert "token ids in [0, 257)" in answer.json()["error"]["message"]
+
+
+def test_nobody_waits_while_a_text_is_tokenized(monkeypatch):
+    engine = text_engine()
+    began, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda *_, **__: (began.set(), go_on.wait(20), [1])[-1])
+    with serving(engine) as server, ThreadPoolExecutor() as clients:
+        answer = clients.submit(httpx.post, f"{server.url}/tokenize", json={"prompt": "x"}, timeout=60)
+        assert began.wait(20)
+        assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+        go_on.set()
+        assert answer.result().json()["count"] == 1
 
 
 def test_what_sentencepiece_puts_before_a_text_is_not_given_back():

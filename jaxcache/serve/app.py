@@ -212,43 +212,49 @@ class _Server:
         return [self._tokenizer().encode(one) if isinstance(one, str) else one for one in ask.prompts]
 
     @contextmanager
-    def _places(self, num_answers: int) -> Iterator[None]:
-        """Counts so many answers as under way; an `ApiError` where there is no room for them."""
+    def _places(self, ask: Ask | EmbeddingAsk) -> Iterator[int]:
+        """Counts so many answers as under way; an `ApiError` where there is no room for them. Embeddings take the
+        places that are free, since one can be computed after the other."""
         limit = self._config.max_queued_requests
-        if num_answers > limit:
-            raise ApiError(400, f"{num_answers} answers are asked for at once, {limit} are allowed: ask for fewer")
-        if self._num_open + num_answers > limit:
+        places = ask.num_answers
+        if isinstance(ask, EmbeddingAsk):
+            places = min(places, max(1, limit - self._num_open))
+        if places > limit:
+            raise ApiError(400, f"{places} answers are asked for at once, {limit} are allowed: ask for fewer")
+        if self._num_open + places > limit:
             raise ApiError(
                 429,
                 f"{self._num_open} answers are under way, {limit} are allowed: try again",
                 code="too_many_requests",
                 headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             )
-        self._num_open += num_answers
+        self._num_open += places
         try:
-            yield
+            yield places
         finally:
-            self._num_open -= num_answers
+            self._num_open -= places
 
     async def _deltas(self, ask: Ask | EmbeddingAsk) -> AsyncGenerator[tuple[int, Delta]]:
         """The deltas of all prompts as they come, each with its prompt's place. Left early, all are aborted."""
         merged: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
 
-        async def follow(nth: int, prompt: Any) -> None:
+        async def follow(waiting: Iterator[tuple[int, Any]]) -> None:
             identity = {"adapter": ask.adapter, "cache_salt": ask.cache_salt}
-            stream = self._thread.stream(prompt, ask.params, priority=ask.priority, **identity)
             try:
-                async with aclosing(stream) as deltas:
-                    async for delta in deltas:
-                        merged.put_nowait((nth, delta))
+                for nth, prompt in waiting:
+                    stream = self._thread.stream(prompt, ask.params, priority=ask.priority, **identity)
+                    async with aclosing(stream) as deltas:
+                        async for delta in deltas:
+                            merged.put_nowait((nth, delta))
                 merged.put_nowait(None)
             except Exception as error:
                 merged.put_nowait(error)
 
-        with self._places(ask.num_answers):
+        with self._places(ask) as places:
             # Long texts take their time: neither the event loop nor the engine waits for that.
             prompts = await asyncio.to_thread(self._token_ids, ask)
-            tasks = [asyncio.create_task(follow(nth, prompt)) for nth, prompt in enumerate(prompts)]
+            waiting = iter(enumerate(prompts))
+            tasks = [asyncio.create_task(follow(waiting)) for _ in range(min(places, len(prompts)))]
             try:
                 running = len(tasks)
                 while running:

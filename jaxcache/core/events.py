@@ -46,8 +46,9 @@ class KVEventsConfig:
     """What is told, and to whom. Field names are the reference's where it has the field."""
 
     enable_kv_cache_events: bool = False
-    endpoint: str = "tcp://127.0.0.1:5557"
-    """Where the publisher sends; bound if it is ipc or inproc or holds `*` or `::`, connected to otherwise."""
+    endpoint: str = "tcp://*:5557"
+    """Where the publisher sends; bound if it is ipc or inproc or holds `*` (every network interface) or `::`,
+    connected to otherwise."""
     replay_endpoint: str | None = None
     """Where subscribers ask for batches that they missed; always bound."""
     buffer_steps: int = 10_000

@@ -126,7 +126,7 @@ def _number(name: str, value: Any, low: float, high: float, *, exclude_low: bool
     allowed = f"a number {comparison} {low:g}" + (f" and at most {high:g}" if high < math.inf else ", finite")
     try:
         result = math.nan if isinstance(value, bool | str | bytes) else float(value)
-    except TypeError:
+    except (TypeError, OverflowError):
         result = math.nan
     inside = low < result if exclude_low else low <= result
     if not (inside and result <= high and math.isfinite(result)):

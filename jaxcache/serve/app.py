@@ -5,8 +5,8 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -24,8 +24,11 @@ from jaxcache.serve.protocol import (
     Ask,
     chat_logprobs,
     completion_logprobs,
+    conversation,
+    no_model,
     parse_chat,
     parse_completion,
+    prompt_logprobs,
     usage,
 )
 
@@ -57,6 +60,7 @@ def make_app(
         ("GET", "/metrics", server.metrics),
         ("GET", "/stats", server.stats),
         ("GET", "/v1/models", server.models),
+        ("GET", "/v1/models/{name:path}", server.model),
         ("POST", "/v1/completions", server.completions),
         ("POST", "/v1/chat/completions", server.chat_completions),
         ("POST", "/v1/embeddings", server.embeddings),
@@ -69,20 +73,13 @@ def make_app(
         )
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_found)
-    app.add_exception_handler(500, _unforeseen)
     return app
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     message = f"there is no {request.method} {request.url.path} here"
-    return JSONResponse(ApiError(status, message, code="not_found").body(), status)
-
-
-async def _unforeseen(request: Request, error: Exception) -> Response:
-    """The traceback goes to the server's log, not to the client."""
-    message = f"the server failed over this request ({type(error).__name__}); its log says more"
-    return JSONResponse(ApiError(500, message).body(), 500)
+    return _error_response(ApiError(status, message, code="not_found"))
 
 
 class _Server:
@@ -102,13 +99,8 @@ class _Server:
                 if not open_to_all:
                     self._authorise(request)
                 return await endpoint(request)
-            except ApiError as error:
-                return JSONResponse(error.body(), error.status, error.headers)
-            except ValueError as error:
-                return JSONResponse(_bad_request(error).body(), 400)
-            except (EngineStopped, StepFailed) as error:
-                status = 503 if isinstance(error, EngineStopped) else 500
-                return JSONResponse(ApiError(status, str(error)).body(), status)
+            except Exception as error:
+                return _error_response(_api_error(error))
 
         return answer
 
@@ -138,31 +130,41 @@ class _Server:
         )
 
     async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": list(self._cards().values())})
+
+    async def model(self, request: Request) -> Response:
+        cards, name = self._cards(), request.path_params["name"]
+        if name not in cards:
+            raise no_model(name, cards)
+        return JSONResponse(cards[name])
+
+    def _cards(self) -> dict[str, dict[str, Any]]:
+        """What there is to know of the model and its adapters, by name."""
         common = {"object": "model", "created": 0, "owned_by": "jaxcache"}
         common["max_model_len"] = self._engine.max_model_len
-        cards = [{"id": name, **common, "parent": self._model} for name in self._thread.snapshot.adapters]
-        return JSONResponse({"object": "list", "data": [{"id": self._model, **common}, *cards]})
+        adapters = {name: {"id": name, **common, "parent": self._model} for name in self._thread.snapshot.adapters}
+        return {self._model: {"id": self._model, **common}} | adapters
 
     # Text and tokens
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        if "messages" in body:
-            tokens = self._engine.chat_prompt(body["messages"])
-        elif isinstance(body.get("prompt"), str):
-            special = bool(body.get("add_special_tokens", True))
-            tokens = self._tokenizer().encode(body["prompt"], add_special_tokens=special)
-        else:
-            raise ApiError(400, "give prompt, a text, or messages", param="prompt")
+        tokens = await asyncio.to_thread(self._tokenized, await self._body(request))
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._engine.max_model_len})
+
+    def _tokenized(self, body: Mapping[str, Any]) -> list[int]:
+        if "messages" in body:
+            messages, variables = conversation(body)
+            return self._engine.chat_prompt(messages, **variables)
+        if isinstance(body.get("prompt"), str):
+            special = bool(body.get("add_special_tokens", True))
+            return self._tokenizer().encode(body["prompt"], add_special_tokens=special)
+        raise ApiError(400, "give prompt, a text, or messages", param="prompt")
 
     async def detokenize(self, request: Request) -> Response:
         tokens, limit = (await self._body(request)).get("tokens"), self._engine.runner.config.vocab_size
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < limit for token in tokens):
             raise ApiError(400, f"tokens must be a list of token ids in [0, {limit})", param="tokens")
-        tokenizer = self._tokenizer()
-        text = b"".join(tokenizer.token_bytes(token) for token in tokens).decode(errors="replace")
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": self._tokenizer().decode(tokens, skip_special_tokens=False)})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         running = request.query_params.get("reset_running", "false")
@@ -183,8 +185,7 @@ class _Server:
 
     async def embeddings(self, request: Request) -> Response:
         ask = await self._parsed(request, parse_embeddings)
-        self._refuse_if_full(len(ask.prompts))
-        deltas = self._deltas(ask, await asyncio.to_thread(self._token_ids, ask.prompts))
+        deltas = self._deltas(ask)
         outputs = await _unless_gone(request, _collect(deltas))
         await deltas.aclose()
         if outputs is None:
@@ -192,12 +193,7 @@ class _Server:
         return JSONResponse(embeddings(ask, [outputs[nth] for nth in sorted(outputs)], ask.adapter or self._model))
 
     async def _generate(self, request: Request, ask: Ask) -> Response:
-        self._refuse_if_full(ask.num_answers)
-        if ask.chat:
-            prompts = await asyncio.to_thread(self._chat_ids, ask)
-        else:
-            prompts = await asyncio.to_thread(self._token_ids, ask.prompts)
-        deltas = self._deltas(ask, prompts)
+        deltas = self._deltas(ask)
         first = await _unless_gone(request, anext(deltas))
         if first is None:
             await deltas.aclose()
@@ -210,57 +206,69 @@ class _Server:
             return Response(status_code=CLIENT_GONE)
         return JSONResponse(self._complete(ask, outputs))
 
-    def _chat_ids(self, ask: Ask) -> list[Any]:
-        return [self._engine.chat_prompt(messages, **ask.chat_template_kwargs) for messages in ask.prompts]
+    def _token_ids(self, ask: Ask | EmbeddingAsk) -> list[Any]:
+        if isinstance(ask, Ask) and ask.chat:
+            return [self._engine.chat_prompt(messages, **ask.chat_template_kwargs) for messages in ask.prompts]
+        return [self._tokenizer().encode(one) if isinstance(one, str) else one for one in ask.prompts]
 
-    def _token_ids(self, prompts: list[Any]) -> list[Any]:
-        """Long texts take their time: neither the event loop nor the engine waits for that."""
-        return [self._tokenizer().encode(one) if isinstance(one, str) else one for one in prompts]
-
-    def _refuse_if_full(self, num_answers: int) -> None:
+    @contextmanager
+    def _places(self, ask: Ask | EmbeddingAsk) -> Iterator[int]:
+        """Counts so many answers as under way; an `ApiError` where there is no room for them. Embeddings take the
+        places that are free, since one can be computed after the other."""
         limit = self._config.max_queued_requests
-        if num_answers > limit:
-            raise ApiError(400, f"{num_answers} answers are asked for at once, {limit} are allowed: ask for fewer")
-        if self._num_open + num_answers > limit:
+        places = ask.num_answers
+        if isinstance(ask, EmbeddingAsk):
+            places = min(places, max(1, limit - self._num_open))
+        if places > limit:
+            raise ApiError(400, f"{places} answers are asked for at once, {limit} are allowed: ask for fewer")
+        if self._num_open + places > limit:
             raise ApiError(
                 429,
                 f"{self._num_open} answers are under way, {limit} are allowed: try again",
                 code="too_many_requests",
                 headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             )
+        self._num_open += places
+        try:
+            yield places
+        finally:
+            self._num_open -= places
 
-    async def _deltas(self, ask: Ask | EmbeddingAsk, prompts: list[Any]) -> AsyncGenerator[tuple[int, Delta]]:
+    async def _deltas(self, ask: Ask | EmbeddingAsk) -> AsyncGenerator[tuple[int, Delta]]:
         """The deltas of all prompts as they come, each with its prompt's place. Left early, all are aborted."""
-        merged: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+        merged: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
 
-        async def follow(nth: int, prompt: Any) -> None:
+        async def follow(waiting: Iterator[tuple[int, Any]]) -> None:
             identity = {"adapter": ask.adapter, "cache_salt": ask.cache_salt}
-            stream = self._thread.stream(prompt, ask.params, priority=ask.priority, **identity)
             try:
-                async with aclosing(stream) as deltas:
-                    async for delta in deltas:
-                        merged.put_nowait((nth, delta))
+                for nth, prompt in waiting:
+                    stream = self._thread.stream(prompt, ask.params, priority=ask.priority, **identity)
+                    async with aclosing(stream) as deltas:
+                        async for delta in deltas:
+                            merged.put_nowait((nth, delta))
                 merged.put_nowait(None)
-            except (ValueError, EngineStopped, StepFailed) as error:
+            except Exception as error:
                 merged.put_nowait(error)
 
-        self._num_open += ask.num_answers
-        tasks = [asyncio.create_task(follow(nth, prompt)) for nth, prompt in enumerate(prompts)]
-        try:
-            running = len(tasks)
-            while running:
-                item = await merged.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
-        finally:
-            self._num_open -= ask.num_answers
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with self._places(ask) as places:
+            # Long texts take their time: neither the event loop nor the engine waits for that.
+            prompts = await asyncio.to_thread(self._token_ids, ask)
+            waiting = iter(enumerate(prompts))
+            tasks = [asyncio.create_task(follow(waiting)) for _ in range(min(places, len(prompts)))]
+            try:
+                running = len(tasks)
+                while running:
+                    item = await merged.get()
+                    if isinstance(item, Exception):
+                        raise item
+                    if item is None:
+                        running -= 1
+                    else:
+                        yield item
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     def _complete(self, ask: Ask, outputs: dict[int, RequestOutput]) -> dict[str, Any]:
         choices = []
@@ -272,13 +280,14 @@ class _Server:
                 if ask.chat:
                     choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
                 else:
-                    choice["text"] = completion.text
+                    choice |= {"text": completion.text, **self._prompt_logprobs(outputs[nth])}
                 if completion.logprobs is not None:
                     choice["logprobs"] = self._logprobs(ask, completion.logprobs, 0)
                 choice |= {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
                 choices.append(choice)
         kind = "chat.completion" if ask.chat else "text_completion"
-        return self._envelope(ask, kind, choices) | {"usage": usage(outputs.values())}
+        answer = self._envelope(ask, kind, choices) | {"usage": usage(outputs.values())}
+        return answer | self._prompt_logprobs(outputs[0]) if ask.chat else answer
 
     async def _events(
         self, request: Request, ask: Ask, first: tuple[int, Delta], deltas: AsyncGenerator[tuple[int, Delta]]
@@ -322,8 +331,8 @@ class _Server:
             if ask.include_usage:
                 yield _event(self._envelope(ask, kind, []) | {"usage": usage(outputs.values())})
             yield "data: [DONE]\n\n"
-        except (ValueError, EngineStopped, StepFailed) as error:
-            yield _event(ApiError(500, str(error)).body())
+        except Exception as error:
+            yield _event(_api_error(error).body())
         finally:
             await deltas.aclose()
 
@@ -335,6 +344,11 @@ class _Server:
         if ask.chat:
             return chat_logprobs(self._engine.tokenizer, logprobs)
         return completion_logprobs(self._engine.tokenizer, logprobs, offset)
+
+    def _prompt_logprobs(self, output: RequestOutput) -> dict[str, Any]:
+        if output.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self._engine.tokenizer, output.prompt_logprobs)}
 
     # Requests
 
@@ -402,10 +416,24 @@ async def _unless_gone(request: Request, work: Any) -> Any:
 
 
 def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    """In ASCII: some clients end lines at U+0085 and U+2028 too."""
+    return f"data: {json.dumps(data)}\n\n"
 
 
-def _bad_request(error: ValueError) -> ApiError:
+def _error_response(error: ApiError) -> Response:
+    """In ASCII, since messages quote what clients sent, and UTF-8 has no bytes for half of a surrogate pair."""
+    return Response(json.dumps(error.body()), error.status, error.headers, "application/json")
+
+
+def _api_error(error: Exception) -> ApiError:
+    """`error` as the client is told of it. Of what nobody foresaw, the log says more than the client hears."""
+    if isinstance(error, ApiError):
+        return error
     message = str(error)
-    too_long = re.search(r"max_model_len|raise CacheConfig.num_blocks", message)
-    return ApiError(400, message, code="context_length_exceeded" if too_long else None)
+    if isinstance(error, ValueError):
+        too_long = re.search(r"max_model_len|raise CacheConfig.num_blocks", message)
+        return ApiError(400, message, code="context_length_exceeded" if too_long else None)
+    if isinstance(error, EngineStopped | StepFailed):
+        return ApiError(503 if isinstance(error, EngineStopped) else 500, message)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, f"the server failed over this request ({type(error).__name__}); its log says more")

@@ -35,7 +35,8 @@ class _Open:
 
     loop: asyncio.AbstractEventLoop
     deltas: asyncio.Queue[Delta | Exception]
-    last_token_time: float | None = None
+    last_token_times: dict[int, float] = field(default_factory=dict)
+    """By answer, of those to one prompt that have begun."""
     num_ended: int = 0
     """Of the answers to one prompt."""
 
@@ -204,8 +205,10 @@ class EngineThread:
             return
         now = time.perf_counter()
         if self._metrics is not None:
-            self._metrics.observe_delta(delta, now, entry.last_token_time)
-        entry.last_token_time = now
+            if not entry.last_token_times:
+                self._metrics.observe_first(delta.output)
+            self._metrics.observe_delta(delta, now, entry.last_token_times.get(delta.index))
+        entry.last_token_times[delta.index] = now
         entry.num_ended += delta.finish_reason is not None
         if entry.num_ended == len(delta.output.completions):
             del self._open[delta.request_id]

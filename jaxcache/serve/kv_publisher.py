@@ -4,8 +4,9 @@ A message is `[topic, sequence number (8 bytes, big-endian, from 0), MessagePack
 asks for a replay sends the first number wanted, 8 bytes; the answer is one message `[number, payload]` per batch
 that is kept, then one of number -1 with an empty payload.
 
-Everything happens in a thread of its own. `publish` never waits: a batch that finds the queue full is dropped,
-which shows as a gap in the numbers; a subscriber that is too slow loses messages, and nobody waits for it.
+Everything happens in a thread of its own. `publish` never waits: a batch that finds the queue full is dropped, as
+is one that cannot be encoded or sent, which shows as a gap in the numbers; a subscriber that is too slow loses
+messages, and nobody waits for it.
 """
 
 import logging
@@ -92,9 +93,12 @@ class KVEventPublisher:
             number, timestamp, events = self._queue.get(timeout=wait)
         except queue.Empty:
             return
-        payload = encode_batch(timestamp, events, self._rank)
-        self._kept.append((number, payload))
-        self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+        try:
+            payload = encode_batch(timestamp, events, self._rank)
+            self._kept.append((number, payload))
+            self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+        except Exception:
+            logger.exception("KV event batch %d is lost", number)
 
     def _answer(self, socket: zmq.Socket) -> None:
         frames = socket.recv_multipart()

@@ -9,7 +9,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from jaxcache.core.observer import BlockTimes
-from jaxcache.engine import Delta
+from jaxcache.engine import Delta, RequestOutput
 
 if TYPE_CHECKING:
     from jaxcache.serve.engine_thread import Snapshot
@@ -28,7 +28,7 @@ class Metrics:
         self.registry.register(_SnapshotCollector(model, snapshot))
         self._labels = {"model_name": model}
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _FAST)
-        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", _FAST)
+        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer.", _FAST)
         self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SLOW)
         self._lifetime = self._histogram("kv_block_lifetime_seconds", "From allocation to eviction.", _LIVES)
         self._idle = self._histogram("kv_block_idle_before_evict_seconds", "From last use to eviction.", _LIVES)
@@ -42,19 +42,20 @@ class Metrics:
             registry=self.registry,
         )
 
+    def observe_first(self, output: RequestOutput) -> None:
+        """A request has its first token, whichever answer that is of."""
+        self._prompt.inc(output.num_prompt_tokens)
+        if output.time_to_first_token is not None:
+            self._ttft.observe(output.time_to_first_token)
+
     def observe_delta(self, delta: Delta, now: float, last_token_time: float | None) -> None:
         """`now` and `last_token_time` as `time.perf_counter` counts; the latter `None` before the first token."""
-        output = delta.output
-        if last_token_time is None:
-            self._prompt.inc(output.num_prompt_tokens)
-            if output.time_to_first_token is not None:
-                self._ttft.observe(output.time_to_first_token)
-        elif delta.token_ids:
+        if last_token_time is not None and delta.token_ids:
             self._itl.observe(now - last_token_time)
         self._generated.inc(len(delta.token_ids))
         if delta.finish_reason is not None:
             self.observe_end(delta.finish_reason)
-            self._e2e.observe(now - output.arrival_time)
+            self._e2e.observe(now - delta.output.arrival_time)
 
     def observe_end(self, reason: str) -> None:
         self._ended.labels(finished_reason=reason, **self._labels).inc()

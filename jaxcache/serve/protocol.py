@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from jaxcache.engine import RequestOutput, SamplingParams, TopLogprobs
@@ -138,9 +138,24 @@ def parse_chat(body: Mapping[str, Any], model: str) -> Ask:
     if body.get("top_logprobs") is not None and not wanted:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = (body.get("top_logprobs") or 0) if wanted else None
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    messages = _plain(body.get("messages"))
-    return _ask(body, model, [messages], chat=True, logprobs=logprobs, max_tokens=limit)
+    limit = body.get("max_completion_tokens")
+    if limit is None:
+        limit = body.get("max_tokens")
+    messages, variables = conversation(body)
+    ask = _ask(body, model, [messages], chat=True, logprobs=logprobs, max_tokens=limit)
+    return replace(ask, chat_template_kwargs=variables)
+
+
+def conversation(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The messages and variables of a chat template. An `ApiError` (400) for what cannot be given to one."""
+    variables = body.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise ApiError(
+            400, f"chat_template_kwargs must be an object, got {variables!r}", param="chat_template_kwargs"
+        )
+    if ours := variables.keys() & {"self", "template", "messages", "bos_token", "eos_token"}:
+        raise ApiError(400, f"chat_template_kwargs may not set {min(ours)}", param="chat_template_kwargs")
+    return _plain(body.get("messages")), variables
 
 
 def _plain(messages: Any) -> Any:
@@ -172,15 +187,10 @@ def _ask(
         raise ApiError(400, f"stream must be true or false, got {stream!r}", param="stream")
     if options and not stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    if params.prompt_logprobs is not None and stream:
+        raise ApiError(400, "prompt_logprobs come with whole answers only, not with stream: true", param="stream")
     if not isinstance(options, Mapping) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise ApiError(400, f"stream_options may have include_usage, got {options!r}", param="stream_options")
-    kwargs = body.get("chat_template_kwargs") or {}
-    if not isinstance(kwargs, dict):
-        raise ApiError(
-            400, f"chat_template_kwargs must be an object, got {kwargs!r}", param="chat_template_kwargs"
-        )
-    if ours := kwargs.keys() & {"template", "messages", "bos_token", "eos_token"}:
-        raise ApiError(400, f"chat_template_kwargs may not set {min(ours)}", param="chat_template_kwargs")
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     return Ask(
         asked,
@@ -190,21 +200,23 @@ def _ask(
         bool(options.get("include_usage")),
         cache_salt(body),
         priority(body),
-        kwargs,
-        name,
-        int(time.time()),
+        id=name,
+        created=int(time.time()),
     )
 
 
 def check_fields(body: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Nothing that changes the answer is dropped in silence: a 400 for fields that are not `known`."""
+    """Nothing that changes the answer is dropped in silence: a 400 for fields that are not `known`. Null asks for
+    nothing."""
     for name in body.keys() - known - IGNORED:
         value = body[name]
+        if value is None:
+            continue
         if name not in _NEUTRAL:
             raise ApiError(
                 400, f"{name} is not a parameter of this endpoint", code="unknown_parameter", param=name
             )
-        if value is not None and value not in _NEUTRAL[name]:
+        if value not in _NEUTRAL[name]:
             raise ApiError(
                 400, f"{name} is not supported here: leave it out", code="unsupported_parameter", param=name
             )
@@ -212,10 +224,13 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str]) -> None:
 
 def check_model(body: Mapping[str, Any], model: str) -> None:
     """A 404 for another model's name."""
-    if (asked := body.get("model", model)) != model:
-        raise ApiError(
-            404, f"there is no model {asked!r} here, only {model!r}", code="model_not_found", param="model"
-        )
+    if (asked := body.get("model")) is not None and asked != model:
+        raise no_model(asked, [model])
+
+
+def no_model(asked: Any, known: Iterable[str]) -> ApiError:
+    names = ", ".join(repr(name) for name in known)
+    return ApiError(404, f"there is no model {asked!r} here, only {names}", code="model_not_found", param="model")
 
 
 def cache_salt(body: Mapping[str, Any]) -> str | None:
@@ -299,6 +314,23 @@ def completion_logprobs(
         "top_logprobs": [{text(i): value for i, value in position.top} for position in logprobs],
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(
+    tokenizer: TextTokenizer | None, logprobs: Sequence[TopLogprobs | None]
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: per prompt token, by token id, the token itself and the likeliest ones. A token that is not
+    among these has no rank."""
+
+    def entry(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = token_bytes(tokenizer, token_id).decode(errors="replace")
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
+
+    def entries(position: TopLogprobs) -> dict[str, Any]:
+        top = {str(i): entry(i, value, rank) for rank, (i, value) in enumerate(position.top, 1)}
+        return {str(position.token_id): entry(position.token_id, position.logprob, None)} | top
+
+    return [None if position is None else entries(position) for position in logprobs]
 
 
 def token_bytes(tokenizer: TextTokenizer | None, token_id: int) -> bytes:

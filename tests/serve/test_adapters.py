@@ -21,6 +21,7 @@ def test_an_adapter_is_chosen_by_the_models_name():
     engine.reset_prefix_cache()
     with serving(engine, warmup=False) as running, httpx.Client(base_url=running.url, timeout=60) as http:
         cards = {card["id"]: card.get("parent") for card in http.get("/v1/models").json()["data"]}
+        assert http.get("/v1/models/b").json()["parent"] == "model"
         assert cards == {"model": None, "a": "model", "b": "model"}
         body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6, "logprobs": 0}
         for name, seed in (("model", None), ("a", 0), ("b", 1)):

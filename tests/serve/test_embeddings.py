@@ -7,7 +7,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.serve.serving import serving, text_engine
+from tests.serve.serving import serving, slow_engine, text_engine
 
 TEXT = "You are a pirate who answers in one short sentence. "
 
@@ -99,6 +99,30 @@ def test_what_cannot_be_done_is_a_400_in_openais_shape(running, body, message):
     assert answer.json()["error"]["type"] == "invalid_request_error"
     with pytest.raises(ValueError, match=message):
         raise ValueError(answer.json()["error"]["message"])
+
+
+def test_more_inputs_than_places_are_computed_in_turn():
+    texts = [f"{nth} {TEXT}" for nth in range(5)]
+    body = {"prompt": TEXT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with serving(slow_engine(), max_queued_requests=2) as server:
+
+        def ask(inputs):
+            return httpx.post(f"{server.url}/v1/embeddings", json={"input": inputs}, timeout=60)
+
+        together = ask(texts).json()["data"]
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            alone = [ask(text).json()["data"][0]["embedding"] for text in texts]
+            again = ask(texts).json()["data"]
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as other:
+                more = other.iter_lines()
+                assert next(more).startswith("data: ")
+                assert ask(texts).status_code == 429
+        server.settle()
+    for items in (together, again):
+        assert [item["index"] for item in items] == [0, 1, 2, 3, 4]
+        np.testing.assert_allclose([item["embedding"] for item in items], alone, atol=1e-5)
 
 
 def test_embeddings_and_answers_run_side_by_side_and_a_failing_step_is_told():

@@ -1,7 +1,12 @@
 """KV events over ZeroMQ against a plain subscriber: a mirror fed by nothing else knows what the engine knows."""
 
+import re
 import socket
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -183,6 +188,19 @@ def test_publishing_never_waits_for_anybody(connect):
     assert sleeper.poll(0)
 
 
+def test_a_batch_that_cannot_be_sent_is_a_gap_and_not_the_end(connect, caplog):
+    publisher = KVEventPublisher(config())
+    socket = connect(zmq.SUB, publisher.endpoint)
+    time.sleep(0.2)
+    for events in ([AllBlocksCleared()], ["no event"], [AllBlocksCleared()]):
+        publisher.publish(events)
+    assert [int.from_bytes(socket.recv_multipart()[1], "big") for _ in range(2) if socket.poll(5000)] == [0, 2]
+    replay = connect(zmq.DEALER, publisher.replay_endpoint)
+    assert [number for number, _ in replayed(replay, 0)] == [0, 2]
+    publisher.close()
+    assert "KV event batch 1 is lost" in caplog.text
+
+
 def test_frames_are_the_references(connect):
     publisher = KVEventPublisher(config(topic="kv"))
     socket = connect(zmq.SUB, publisher.endpoint)
@@ -197,6 +215,25 @@ def test_frames_are_the_references(connect):
     assert encode_batch(1.5, [AllBlocksCleared()], None).hex() == (
         "93cb3ff80000000000009181a474797065b0416c6c426c6f636b73436c6561726564c0"
     )
+
+
+def test_the_subscriber_of_the_page_hears_what_is_sent_where_nothing_says_where_to():
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    (program,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "SUB" in code]
+    port = str(free_port())
+    default = KVEventsConfig().endpoint
+    publisher = KVEventPublisher(KVEventsConfig(endpoint=default.replace("5557", port)))
+    command = [sys.executable, "-uc", program.replace("5557", port)]
+    subscriber = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with subscriber, ThreadPoolExecutor() as reader:
+        line = reader.submit(subscriber.stdout.readline)
+        deadline = time.monotonic() + 20
+        while not line.done() and time.monotonic() < deadline:
+            publisher.publish([AllBlocksCleared()])
+            time.sleep(0.05)
+        subscriber.kill()
+    publisher.close()
+    assert "['AllBlocksCleared'] 0" in line.result()
 
 
 def test_an_address_that_cannot_be_used_is_named():

@@ -56,6 +56,17 @@ def test_counts_agree_with_what_clients_were_told():
     assert sum(missed) == prompt - hits
 
 
+def test_answers_to_one_prompt_count_their_gaps_each_for_itself():
+    with serving() as server:
+        body = {"prompt": "a" * 50, "n": 3, "max_tokens": 8, "ignore_eos": True}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+        families = scrape(server)
+    assert value(families, "jaxcache:inter_token_latency_seconds_count") == 3 * 7
+    assert value(families, "jaxcache:generation_tokens_total") == 3 * 8
+    assert value(families, "jaxcache:prompt_tokens_total") == 50
+    assert value(families, "jaxcache:time_to_first_token_seconds_count") == 1
+
+
 def test_block_lifetimes_are_measured_when_blocks_are_evicted():
     from tests.serve.serving import text_engine
 

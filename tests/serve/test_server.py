@@ -3,13 +3,17 @@
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import openai
 import pytest
+import tokenizers
 
 from jaxcache import CacheConfig, SamplingParams, SchedulerConfig
 from jaxcache.core.scheduler import StepPlan
+from jaxcache.models.tokenizer import Tokenizer
 from tests.serve.serving import serving, slow_engine, text_engine
 
 LONG = "You are a pirate who answers in one short sentence. "
@@ -108,6 +112,13 @@ def test_a_chat_goes_through_the_template(client):
     assert roles == ["assistant"] + [None] * (len(roles) - 1)
 
 
+@pytest.mark.parametrize("newer", [None, 3])
+def test_either_name_limits_the_tokens_of_a_chat(http, newer):
+    body = {"messages": [{"role": "user", "content": "limit"}], "ignore_eos": True}
+    answer = http.post("/v1/chat/completions", json=body | {"max_completion_tokens": newer, "max_tokens": 2})
+    assert answer.json()["usage"]["completion_tokens"] == (newer or 2)
+
+
 def test_stop_strings_end_the_answer(client):
     prompt = fresh("stop")
     whole = client.completions.create(prompt=prompt, **greedy(max_tokens=40)).choices[0].text
@@ -133,6 +144,29 @@ def test_log_probabilities_of_both_kinds(client):
     stream = client.completions.create(prompt=prompt, logprobs=3, stream=True, **greedy())
     streamed = [value for chunk in stream for value in chunk.choices[0].logprobs.token_logprobs]
     assert streamed == pytest.approx(plain.logprobs.token_logprobs, abs=1e-5)
+
+
+def test_log_probabilities_of_the_prompt(http):
+    prompt, body = fresh("prompt_logprobs"), {"max_tokens": 2, "prompt_logprobs": 3}
+    params = SamplingParams(max_tokens=2, prompt_logprobs=3)
+    (expected,) = text_engine().generate([prompt], params, progress=False)
+    answer = http.post("/v1/completions", json=body | {"prompt": [prompt, "x"], "n": 2}).json()
+    first, again, other, _ = (choice["prompt_logprobs"] for choice in answer["choices"])
+    assert first == again
+    assert (first[0], other, len(first)) == (None, [None], len(prompt))
+    for told, position, character in zip(first[1:], expected.prompt_logprobs[1:], prompt[1:], strict=True):
+        top = dict(position.top)
+        assert told.keys() == {str(position.token_id), *map(str, top)}
+        chosen = told[str(position.token_id)]
+        assert chosen["decoded_token"] == character
+        assert chosen["logprob"] == pytest.approx(position.logprob, abs=1e-5)
+        assert (chosen["rank"] is None) == (position.token_id not in top)
+        assert [told[str(token_id)]["rank"] for token_id in top] == [1, 2, 3]
+    chat = http.post("/v1/chat/completions", json=body | {"messages": [{"role": "user", "content": "x"}]}).json()
+    assert [told and len(told) >= 3 for told in chat["prompt_logprobs"]] == [None] + [True] * 7
+    assert "prompt_logprobs" not in http.post("/v1/completions", json={"prompt": "x"}).json()["choices"][0]
+    refused = http.post("/v1/completions", json=body | {"prompt": "x", "stream": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
 
 
 def test_a_salt_separates_tenants_in_time_and_in_counts(client):
@@ -184,6 +218,8 @@ def test_retention_is_a_body_field(client, http):
         ({"echo": True}, "echo is not supported here"),
         ({"frequency_penalty": 0.5}, "frequency_penalty is not supported here"),
         ({"temperature": -1}, "temperature must be a number of at least 0"),
+        ({"temperature": 10**400}, "temperature must be a number of at least 0, finite"),
+        ({"\ud800": 1}, "\ud800 is not a parameter of this endpoint"),
         ({"n": 0}, "n must be an integer of at least 1"),
         ({"stream_options": {"include_usage": True}}, "stream_options needs stream: true"),
         ({"cache_salt": 7}, "cache_salt must be a string, got 7"),
@@ -199,7 +235,7 @@ def test_retention_is_a_body_field(client, http):
     ],
 )
 def test_what_cannot_be_done_is_a_400_in_openais_shape(http, extra, message):
-    answer = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2} | extra)
+    answer = http.post("/v1/completions", content=json.dumps({"prompt": "hello", "max_tokens": 2} | extra))
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -220,6 +256,7 @@ def test_what_cannot_be_done_is_a_400_in_openais_shape(http, extra, message):
             "messages[0] has a part that is no text: 'image_url'",
         ),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs may not set messages"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs may not set self"),
     ],
 )
 def test_so_it_is_for_chats(http, extra, message):
@@ -238,7 +275,11 @@ def test_the_client_raises_its_own_errors(client):
 
 
 def test_models_health_and_unknown_paths(client, http):
-    assert [model.id for model in client.models.list()] == ["model"]
+    (card,) = client.models.list()
+    assert card.id == "model"
+    assert client.models.retrieve("model") == card
+    with pytest.raises(openai.NotFoundError, match="there is no model 'org/other' here, only 'model'"):
+        client.models.retrieve("org/other")
     assert http.get("/health").json() == {"status": "ok"}
     missing = http.get("/v2/models")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
@@ -251,16 +292,72 @@ def test_models_health_and_unknown_paths(client, http):
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "x"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+        ("embeddings", {"input": "x"}),
+    ],
+)
+def test_null_is_as_if_left_out(http, path, body):
+    answer = http.post(f"/v1/{path}", json=body | {"model": None, "function_call": None})
+    assert (answer.status_code, answer.json()["model"]) == (200, "model")
+
+
 def test_text_to_tokens_and_back(http):
     tokens = http.post("/tokenize", json={"prompt": "añb"}).json()
     assert tokens == {"tokens": [97, 195, 177, 98], "count": 4, "max_model_len": 2048}
     assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "añb"}
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
     assert bytes(chat["tokens"]) == b"user:x;>"
+    parts = [{"type": "text", "text": text} for text in ("Who", "are you?")]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    for begins in (True, False):
+        variables = {"add_generation_prompt": begins}
+        chat = http.post("/tokenize", json=body | {"chat_template_kwargs": variables}).json()
+        assert bytes(chat["tokens"]) == b"user:Who\nare you?;" + b">" * begins
     for wrong in (["a"], [257], [-1], [True], 5):
         answer = http.post("/detokenize", json={"tokens": wrong})
         assert answer.status_code == 400
         assert "token ids in [0, 257)" in answer.json()["error"]["message"]
+
+
+def test_nobody_waits_while_a_text_is_tokenized(monkeypatch):
+    engine = text_engine()
+    began, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda *_, **__: (began.set(), go_on.wait(20), [1])[-1])
+    with serving(engine) as server, ThreadPoolExecutor() as clients:
+        answer = clients.submit(httpx.post, f"{server.url}/tokenize", json={"prompt": "x"}, timeout=60)
+        assert began.wait(20)
+        assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+        go_on.set()
+        assert answer.result().json()["count"] == 1
+
+
+def test_what_sentencepiece_puts_before_a_text_is_not_given_back():
+    vocabulary = {"<unk>": 0, "\u2581": 1, "a": 2, "b": 3, "<s>": 4}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+    library.add_special_tokens(["<s>"])
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    library.decoder = tokenizers.decoders.Metaspace()
+    engine = text_engine()
+    engine.tokenizer = Tokenizer(library)
+    with serving(engine) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        tokens = http.post("/tokenize", json={"prompt": "ab a"}).json()["tokens"]
+        assert tokens == [1, 2, 3, 1, 2]
+        assert http.post("/detokenize", json={"tokens": [*tokens, 4]}).json() == {"prompt": "ab a<s>"}
+
+
+def test_no_character_of_an_answer_ends_an_events_line(monkeypatch):
+    engine = text_engine()
+    monkeypatch.setattr(engine.tokenizer, "token_bytes", lambda _: "\u2028\x85".encode())
+    with serving(engine) as server:
+        body = {"prompt": "x", "max_tokens": 2, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            *events, done = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == "\u2028\x85" * 2
+    assert done == "[DONE]"
 
 
 def test_a_failure_that_nobody_foresaw_has_openais_shape_too_and_hides_its_cause(monkeypatch):
@@ -273,6 +370,20 @@ def test_a_failure_that_nobody_foresaw_has_openais_shape_too_and_hides_its_cause
         assert "KeyError" in answer.json()["error"]["message"]
         assert "secret" not in answer.text
         assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_failure_that_nobody_foresaw_in_the_engine_is_told_and_leaves_room_for_the_next(monkeypatch):
+    engine = text_engine()
+    with serving(engine, max_queued_requests=1) as server:
+        body = {"prompt": "x", "max_tokens": 2}
+        for stream in (False, True):
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "add_request", lambda *_, **__: {}["secret"])
+                answer = httpx.post(f"{server.url}/v1/completions", json=body | {"stream": stream}, timeout=20)
+            assert answer.status_code == 500
+            assert "KeyError" in answer.json()["error"]["message"]
+            assert "secret" not in answer.text
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
 def test_the_cache_can_be_reset(client, http, running):
@@ -315,6 +426,21 @@ def test_too_many_requests_are_sent_away_and_told_when_to_return():
             assert busy.status_code == 409
         server.settle()
         assert httpx.post(f"{server.url}/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
+
+
+def test_a_request_counts_from_before_its_text_is_tokenized(monkeypatch):
+    engine = text_engine()
+    encode, began, go_on = engine.tokenizer.encode, threading.Event(), threading.Event()
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda text: (began.set(), go_on.wait(20), encode(text))[-1])
+    with serving(engine, max_queued_requests=1) as server, ThreadPoolExecutor() as clients:
+        body = {"prompt": "x", "max_tokens": 1}
+        ask = partial(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        first = clients.submit(ask)
+        assert began.wait(20)
+        assert ask().status_code == 429
+        go_on.set()
+        assert first.result().status_code == 200
+        assert ask().status_code == 200
 
 
 def test_a_key_and_a_limit_on_bodies():

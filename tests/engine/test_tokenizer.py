@@ -291,6 +291,16 @@ def test_metaspace_vocabularies_decode_like_the_library():
     assert tokenizer.decode(ids) == library.decode(ids) == "ab a"
 
 
+def test_a_length_that_texts_were_cut_or_padded_to_in_training_is_not_kept():
+    library = Library(models.BPE({"a": 0, "b": 1}, []))
+    library.decoder = decoders.ByteLevel()
+    library.enable_truncation(4)
+    library.enable_padding(length=4, pad_id=1, pad_token="b")
+    tokenizer = Tokenizer.from_json(library.to_str())
+    assert tokenizer.encode("a" * 9) == [0] * 9
+    assert tokenizer.encode("a", allow_special=False) == [0]
+
+
 def test_unusable_tokenizer_files_say_why():
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
         Tokenizer.from_json('{"model": 3}')

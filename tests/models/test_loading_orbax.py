@@ -2,6 +2,7 @@ import dataclasses
 import json
 import logging
 import re
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -242,7 +243,20 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(model_file, tmp_path, mon
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAXCACHE_HOME", str(tmp_path / "file"))
     load_model(model_file)
-    assert "not kept for the next run" in caplog.text
+    assert "cannot be kept" in caplog.text
+
+
+def test_a_disk_that_is_full_is_no_obstacle(model_file, loaded, home, caplog):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # room for the text files, not for the arrays
+    try:
+        model = load_model(model_file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_same(model, loaded)
+    assert "cannot be kept" in caplog.text
+    assert "the model is used all the same" in caplog.text
+    assert [*(home / "models").iterdir()] == []
 
 
 def test_without_cache_nothing_is_written(model_file, home):

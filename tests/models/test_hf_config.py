@@ -119,6 +119,20 @@ def test_qwen_2_5_has_a_window_only_where_it_says_that_it_uses_it():
     assert ModelConfig.from_hf(QWEN_2_5_7B | {"rope_scaling": yarn}).rope.truncate
 
 
+def test_yarn_stretches_the_context_unless_the_config_has_it_stretched_already():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = QWEN_2_5_7B | {"rope_scaling": yarn}
+    assert ModelConfig.from_hf(config).max_position == 131072
+    assert ModelConfig.from_hf(config | {"max_position_embeddings": 131072}).max_position == 131072
+    assert ModelConfig.from_hf(config | {"max_position_embeddings": 163840}).max_position == 163840
+    older = {"type": "yarn", "factor": 4.0}
+    assert ModelConfig.from_hf(QWEN_2_5_7B | {"rope_scaling": older}).max_position == 131072
+    assert ModelConfig.from_hf(GPT_OSS_20B).max_position == 131072
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = QWEN_2_5_7B | {"rope_scaling": llama3 | {"original_max_position_embeddings": 8192}}
+    assert ModelConfig.from_hf(config).max_position == 32768
+
+
 def test_mistral_has_a_window_unless_it_is_null():
     config = SMALL | {"model_type": "mistral"}
     assert ModelConfig.from_hf(config).layer_kinds == (LayerKind("sliding_window", 4096),) * 4

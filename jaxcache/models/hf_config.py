@@ -19,6 +19,11 @@ Fields = dict[str, Any]
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
+def base_architecture(model_type: Any) -> str:
+    """What Hugging Face calls the model without a head: `Qwen3Model`."""
+    return str(model_type).title().replace("_", "") + "Model"
+
+
 def _get(config: Config, name: str, default: Any) -> Any:
     """`config[name]`, where neither absence nor null stands for another value."""
     value = config.get(name)

@@ -138,7 +138,7 @@ def test_smollm_facts(smollm):
     assert smollm.vocab_size == 49152
     assert smollm.encode("Hello world") == [19556, 905]
     assert smollm.encode("2024") == [34, 32, 34, 36]
-    assert (smollm.bos_token, smollm.eos_token, smollm.eos_token_ids) == ("<|im_start|>", "<|im_end|>", (2,))
+    assert (smollm.bos_token, smollm.eos_token, smollm.eos_token_ids) == ("<|im_start|>", "<|im_end|>", (2, 0))
     assert smollm.encode("<|im_start|>user\nhi<|im_end|>") == [1, 4093, 198, 6004, 2]
     assert smollm.decode([1, 4093, 198, 6004, 2]) == "user\nhi"
     assert smollm.id_to_token(49152) is None
@@ -266,6 +266,14 @@ def test_the_end_of_a_message_is_not_the_end_of_an_answer_where_there_is_another
     fields = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * 256 + [3] * len(names)}
     tokenizer = byte_level("gpt-4o", **fields, **{"tokenizer.ggml.eos_token_id": tokens.index(ends[0])})
     assert tokenizer.eos_token_ids == tuple(tokens.index(end) for end in ends)
+
+
+@pytest.mark.parametrize("names", [["<|im_end|>", "<|endoftext|>"], ["<|eot_id|>", "<|end_of_text|>"]])
+def test_the_end_of_a_text_ends_an_answer_as_the_end_of_a_turn_does(names):
+    tokens = [*sorted(BYTE_OF_CHARACTER), *names]
+    fields = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * 256 + [3, 3]}
+    tokenizer = byte_level("qwen2", **fields, **{"tokenizer.ggml.eos_token_id": 256})
+    assert tokenizer.eos_token_ids == (256, 257)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_folders_that_cannot_be_restored_say_why(loaded, tmp_path):
 
     manifest = json.loads((path / "jaxcache.json").read_text())
     (path / "jaxcache.json").write_text(json.dumps({**manifest, "format": 99}))
-    with pytest.raises(ValueError, match="has format 99, but this version reads 1"):
+    with pytest.raises(ValueError, match="has format 99, but this version reads 2"):
         restore_checkpoint(path)
     name = next(iter(manifest["params"]))
     (path / "jaxcache.json").write_text(json.dumps({**manifest, "params": {**manifest["params"], name: [3]}}))
@@ -221,8 +221,8 @@ def test_a_damaged_cache_is_made_anew(model_file, home, caplog):
         (None, r"it has no jaxcache\.json"),
         ("", r"jaxcache\.json is no valid JSON"),
         ("[]", "must hold a JSON object"),
-        ('{"format": 1}', r"jaxcache\.json is incomplete"),
-        ('{"format": 0}', "has format 0"),
+        ('{"format": 2}', r"jaxcache\.json is incomplete"),
+        ('{"format": 1}', "has format 1"),
     ],
 )
 def test_a_cache_folder_without_a_sound_manifest_is_made_anew(model_file, home, caplog, contents, message):

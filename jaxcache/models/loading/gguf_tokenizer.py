@@ -36,7 +36,10 @@ SPLIT_BY = {
     **dict.fromkeys(GPT4O_PRE, GPT4O_WORDS),
 }
 
-TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>")
+TURN_ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
+    "<|endoftext|>", "<|end_of_text|>",
+)  # fmt: skip
 """Control tokens that end an answer whether or not the file's metadata says so."""
 MESSAGE_END, ANSWER_END = "<|end|>", "<|return|>"
 """Where there is the second (gpt-oss), the first ends only one of an answer's messages."""

@@ -28,8 +28,8 @@ from jaxcache.models.loading.families import abstract_model
 from jaxcache.models.loading.find import MANIFEST, is_checkpoint
 from jaxcache.models.loading.huggingface import read_chat_template, read_json, read_tokenizer
 
-FORMAT = 1
-"""Raised when an older folder can no longer be read."""
+FORMAT = 2
+"""Raised when an older folder can no longer be read, or keeps what is now read from model files differently."""
 
 PARAMS = "params"
 

@@ -48,6 +48,18 @@ def test_the_sweep_gives_what_the_replay_gives(policy, tolerance):
     assert swept[0] < swept[1]
 
 
+def test_hash_ids_may_be_any_numbers(tmp_path):
+    """As small ints of 32 bits, or times the 32 units of 16 tokens, these would come out as others or as none."""
+    ids = [5, 2**32 + 5, 1, 2**27 + 1, -1, 2**31 - 1, 2**64, 10**30]
+    rows = [json.dumps({"input_length": 513, "hash_ids": [hash_id, 0]}) for hash_id in [*ids, *ids[::-1]]]
+    (tmp_path / "trace.jsonl").write_text("\n".join(rows))
+    trace = read_trace(tmp_path / "trace.jsonl")
+    for block_size in (512, 16):
+        hits = replay(trace, block_size=block_size, num_blocks=1000).hit_tokens
+        assert hits == len(ids) * 512
+        assert sweep(trace, block_size=block_size, num_blocks=[1000]) == [hits]
+
+
 @pytest.mark.parametrize("num_blocks", [400, 1500])
 def test_the_scan_resistant_policy_loses_nothing(num_blocks):
     assert hits("s3fifo", num_blocks) >= 0.99 * hits("lru", num_blocks)
@@ -93,6 +105,7 @@ def test_a_prompt_that_does_not_fit_is_refused_and_the_next_one_served():
             '{"input_length": 1025, "hash_ids": [1, 2]}',
             "1025 tokens need at least one token and 3 hash_ids of 512, got 2",
         ),
+        ('{"input_length": 5, "hash_ids": [[1]]}', "expected an object with input_length and hash_ids"),
         ("", "holds no requests"),
     ],
 )

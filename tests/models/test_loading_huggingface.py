@@ -45,6 +45,14 @@ def test_shards_are_read_through_their_index(tmp_path):
         read_huggingface(folder)
 
 
+def test_model_safetensors_come_before_other_files(tmp_path):
+    folder = write_folder(tmp_path / "model")
+    save_file({"layers.0": np.ones(3, np.float32)}, folder / "consolidated.safetensors")
+    assert set(read_huggingface(folder).tensors) == {"a"}
+    (folder / "model.safetensors").unlink()
+    assert set(read_huggingface(folder).tensors) == {"layers.0"}
+
+
 def test_generation_config_decides_what_ends_an_answer(tmp_path):
     folder = write_folder(tmp_path / "model", generation_config={"eos_token_id": [258, 257]})
     assert read_huggingface(folder).tokenizer.eos_token_ids == (257, 258)

@@ -95,6 +95,8 @@ def _safetensors_files(folder: Path) -> Sequence[str]:
     if index.exists():
         return sorted(set(read_json(index).get("weight_map", {}).values()))
     files = sorted(path.name for path in folder.glob("*.safetensors"))
+    # Mistral's own release of the same weights, consolidated.safetensors, may lie beside them.
+    files = [name for name in files if name.startswith("model")] or files
     if not files:
         pickled = any(folder.glob("*.bin"))
         hint = "its *.bin files are pickles, which are not read: convert them" if pickled else "fetch its weights"

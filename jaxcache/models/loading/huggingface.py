@@ -21,8 +21,8 @@ def read_huggingface(folder: str | Path) -> Checkpoint:
     """
     folder = Path(folder)
     config = read_json(folder / "config.json")
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "unknown")
+    if (quantization := config.get("quantization_config")) is not None:
+        method = quantization.get("quant_method", "unknown")
         raise ValueError(f"{folder} holds {method}-quantised weights: take float weights, or a GGUF file")
     tensors = SafetensorsFolder(folder)
     if tensors.of_base_model:
@@ -117,8 +117,9 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
         raise ValueError(f"{path}: {error}") from error
     bos = _token_ids(tokenizer, settings.get("bos_token"))
     own = _token_ids(tokenizer, settings.get("eos_token"))
-    ends = _as_list(generation.get("eos_token_id", config.get("eos_token_id")))
-    starts = _as_list(config.get("bos_token_id"))
+    ends = _as_list(generation.get("eos_token_id")) or _as_list(config.get("eos_token_id"))
+    # A bos_token that is null says that there is none, whatever the config says.
+    starts = [] if settings.get("bos_token", "") is None else _as_list(config.get("bos_token_id"))
     tokenizer.bos_token_id = next(iter((*bos, *starts)), None)
     tokenizer.eos_token_ids = tuple(dict.fromkeys((*own, *ends)))
     return tokenizer

@@ -227,6 +227,7 @@ def split(pre, text):
         ("llama-bpe", ["Year", " ", "202", "4", "'s", " A", "'S", " (", "x", ")."]),
         ("qwen2", ["Year", " ", "2", "0", "2", "4", "'s", " A", "'S", " (", "x", ")."]),
         ("gpt-4o", ["Year", " ", "202", "4", "'s", " A'S", " (", "x", ")."]),
+        ("tekken", ["Year", " ", "2", "0", "2", "4", "'s", " A", "'S", " (", "x", ")."]),
     ],
 )
 def test_pre_tokenisers_split_as_their_models_do(pre, expected):
@@ -239,7 +240,27 @@ def test_gpt_oss_splits_where_a_word_turns_to_capitals():
     assert split("gpt-4o", text) == expected
 
 
-@pytest.mark.parametrize("pre", ["gpt2", "smollm", "llama-bpe", "qwen2", "gpt-4o"])
+def test_mistrals_tekken_splits_there_too_but_takes_no_contractions():
+    text = "camelCase HTTPServer it's don'T //\n\n/ x"
+    expected = ["camel", "Case", " HTTPServer", " it", "'s", " don", "'T", " //\n\n/", " x"]
+    assert split("tekken", text) == expected
+
+
+def test_tekken_begins_with_bos_and_takes_a_whole_word_that_is_a_token():
+    tokens = [*sorted(BYTE_OF_CHARACTER), "<s>", "abc"]
+    fields = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * 256 + [3, 1]}
+    fields |= {"tokenizer.ggml.bos_token_id": 256, "tokenizer.ggml.eos_token_id": None}
+    assert byte_level("tekken", **fields).encode("abc") == [256, 257]
+    assert byte_level("gpt2", **fields).encode("abc") == [tokens.index(c) for c in "abc"]
+
+
+def test_a_file_that_does_not_name_its_pre_tokeniser_is_taken_for_gpt2_with_a_warning(caplog):
+    text = "Year 2024's A'S (x)."
+    assert split(None, text) == split("gpt2", text)
+    assert "gpt2's is assumed" in caplog.text
+
+
+@pytest.mark.parametrize("pre", ["gpt2", "smollm", "llama-bpe", "qwen2", "gpt-4o", "tekken"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_byte_level_kind_comes_back(pre, text):
     tokenizer = byte_level(pre, [("t", "h"), ("Ġ", "th"), ("th", "e")])

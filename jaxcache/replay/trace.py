@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +46,15 @@ def read_trace(path: str | Path, limit: int | None = None) -> Trace:
     """
     path = Path(path)
     requests, numbers = [], {}
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            if limit is not None and len(requests) >= limit:
-                break
-            if line.strip():
-                requests.append(_request(line, f"{path.name}:{number}", numbers))
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            for number, line in enumerate(lines, 1):
+                if limit is not None and len(requests) >= limit:
+                    break
+                if line.strip():
+                    requests.append(_request(line, f"{path.name}:{number}", numbers))
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is cut off or damaged: {error}. Fetch it again") from error
     if not requests:
         raise ValueError(f"{path} holds no requests")
     return Trace(path.name.split(".")[0], requests)

@@ -1,6 +1,8 @@
 """Replays against the reference's recorded totals, the sweep and the bound against the replay."""
 
+import gzip
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -113,6 +115,14 @@ def test_a_file_that_is_no_trace_is_named(tmp_path, line, message):
     (tmp_path / "bad.jsonl").write_text(line)
     with pytest.raises(ValueError, match=message):
         read_trace(tmp_path / "bad.jsonl")
+
+
+def test_a_gzipped_trace_that_is_cut_off_or_damaged_is_named(tmp_path, capsys):
+    contents = gzip.compress(b'{"input_length": 5, "hash_ids": [1]}\n' * 99)
+    for damaged in (contents[:-1], contents[:10] + b"\xff" + contents[11:]):
+        (tmp_path / "bad.jsonl.gz").write_bytes(damaged)
+        assert main(["replay", str(tmp_path / "bad.jsonl.gz")]) == 2
+        assert re.search(r"jaxcache: .*bad\.jsonl\.gz is cut off or damaged", capsys.readouterr().err)
 
 
 def test_a_block_size_that_the_trace_cannot_tell_is_refused():

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxcache.models.activations import ACTIVATIONS
 from jaxcache.models.grouping import FULL, LayerKind, group_layers
-from jaxcache.models.hf_config import READERS
+from jaxcache.models.hf_config import READERS, base_architecture
 from jaxcache.models.rope import RopeConfig
 
 MODEL_TYPES = tuple(READERS)
@@ -69,6 +69,8 @@ class ModelConfig:
     norm_eps: int | float = 1e-6
     activation: str = "silu"
     tie_embeddings: bool = False
+    has_head: bool = True
+    """False: a base model, which embeds but does not generate; its logits mean nothing."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -150,6 +152,9 @@ class ModelConfig:
         _check(fields)
         fields |= READERS[model_type](config)
         _check(fields)
+        base = base_architecture(model_type) in (config.get("architectures") or ())
+        if base and not fields["tie_embeddings"]:
+            fields |= {"tie_embeddings": True, "has_head": False}
         for name, kind in (("experts", ExpertsConfig), ("recurrent", RecurrentConfig)):
             if name in fields:
                 _check(fields[name])
@@ -159,7 +164,7 @@ class ModelConfig:
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 FLAGS = (
-    "tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sinks", "causal",
+    "tie_embeddings", "has_head", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sinks", "causal",
     "normalize", "bias", "clamped",
 )  # fmt: skip
 NUMBERS = ("norm_eps", "embed_scale", "swiglu_alpha", "swiglu_limit")

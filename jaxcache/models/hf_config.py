@@ -19,6 +19,11 @@ Fields = dict[str, Any]
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
+def base_architecture(model_type: Any) -> str:
+    """What Hugging Face calls the model without a head: `Qwen3Model`."""
+    return str(model_type).title().replace("_", "") + "Model"
+
+
 def _get(config: Config, name: str, default: Any) -> Any:
     """`config[name]`, where neither absence nor null stands for another value."""
     value = config.get(name)
@@ -38,15 +43,22 @@ def _common(config: Config, *, head_dim: int | None = None, eps: float = 1e-6, t
     heads = config["num_attention_heads"]
     if config.get("head_dim") is not None:
         head_dim = config["head_dim"]
+    rope = RopeConfig.from_hf(config, theta)
     return {
         "num_kv_heads": _get(config, "num_key_value_heads", heads),
         "head_dim": _share(config["hidden_size"], heads) if head_dim is None else head_dim,
-        "max_position": _get(config, "max_position_embeddings", 2048),
+        "max_position": _max_position(config, rope),
         "norm_eps": _get(config, "rms_norm_eps", eps),
         "activation": _get(config, "hidden_act", "silu"),
         "tie_embeddings": _get(config, "tie_word_embeddings", False),
-        "rope": RopeConfig.from_hf(config, theta),
+        "rope": rope,
     }
+
+
+def _max_position(config: Config, rope: RopeConfig) -> Any:
+    """With YaRN the config may still have the context as it was before that stretched it."""
+    trained = _positive(config, "max_position_embeddings", 2048)
+    return max(trained, int(rope.original_max_position * rope.factor)) if rope.kind == "yarn" else trained
 
 
 def _share(hidden: int, heads: int) -> int:

@@ -91,11 +91,15 @@ class Tokenizer(TextTokenizer):
 
     @classmethod
     def from_json(cls, text: str) -> "Tokenizer":
-        """From the text of a `tokenizer.json`, which does not say which tokens begin and end a sequence."""
+        """From the text of a `tokenizer.json`, which does not say which tokens begin and end a sequence. A length
+        that it cuts or pads texts to is one of training, and is not kept.
+        """
         try:
             library = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # from_str raises nothing more specific
             raise ValueError(f"this tokenizer.json cannot be read by tokenizers: {error}") from error
+        library.no_truncation()
+        library.no_padding()
         return cls(library)
 
     def to_json(self) -> str:

@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +25,7 @@ class TraceRequest:
     output_length: int
     """Tokens, as is `input_length`."""
     hash_ids: tuple[int, ...]
+    """Small numbers, from 0: a replay makes token ids of them."""
 
 
 @dataclass(frozen=True)
@@ -37,28 +40,35 @@ class Trace:
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> Trace:
-    """The first `limit` requests of a file of JSON lines, gzipped or not. A `ValueError` names a bad line."""
+    """The first `limit` requests of a file of JSON lines, gzipped or not. A `ValueError` names a bad line.
+
+    Of the file's `hash_ids` only which are equal is kept: they are numbered in the order in which they come.
+    """
     path = Path(path)
-    requests = []
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            if limit is not None and len(requests) >= limit:
-                break
-            if line.strip():
-                requests.append(_request(line, f"{path.name}:{number}"))
+    requests, numbers = [], {}
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            for number, line in enumerate(lines, 1):
+                if limit is not None and len(requests) >= limit:
+                    break
+                if line.strip():
+                    requests.append(_request(line, f"{path.name}:{number}", numbers))
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is cut off or damaged: {error}. Fetch it again") from error
     if not requests:
         raise ValueError(f"{path} holds no requests")
     return Trace(path.name.split(".")[0], requests)
 
 
-def _request(line: str, where: str) -> TraceRequest:
+def _request(line: str, where: str, numbers: dict[Any, int]) -> TraceRequest:
+    """`numbers`: that of each hash id so far; the line's are added."""
     try:
         row = json.loads(line)
         request = TraceRequest(
             float(row.get("timestamp", 0)),
             int(row["input_length"]),
             int(row.get("output_length", 0)),
-            tuple(row["hash_ids"]),
+            tuple(numbers.setdefault(hash_id, len(numbers)) for hash_id in row["hash_ids"]),
         )
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(

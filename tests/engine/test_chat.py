@@ -47,6 +47,13 @@ def test_templates_find_what_transformers_gives_them():
     ) == ("<s>Hello</s>")
     assert render("{{ tools | tojson }}", tools=[{"name": "größe"}]) == '[{"name": "größe"}]'
     assert render("{{ tools | tojson(indent=2) }}", tools=[1]) == "[\n  1\n]"
+    for options, expected in [
+        ("ensure_ascii=False", '{"ö": 1, "a": [2]}'),
+        ("ensure_ascii=True", '{"\\u00f6": 1, "a": [2]}'),
+        ("true", '{"\\u00f6": 1, "a": [2]}'),
+        ("separators=(',', ':'), sort_keys=true", '{"a":[2],"ö":1}'),
+    ]:
+        assert render("{{ tools | tojson(" + options + ") }}", tools={"ö": 1, "a": [2]}) == expected
     assert len(render("{{ strftime_now('%Y-%m-%d') }}")) == 10
     assert render("{% if enable_thinking %}yes{% else %}no{% endif %}", enable_thinking=False) == "no"
     assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from jaxcache import CacheConfig, PoolingParams, SamplingParams, SchedulerConfig
+from jaxcache import CacheConfig, Engine, PoolingParams, SamplingParams, SchedulerConfig
 from tests.engine.mock_model import make_engine
+from tests.models.model_files import write_folder
+from tests.models.test_families import golden_of
 
 OPTIONS = {
     "cache": CacheConfig(block_size=4, num_blocks=48),
@@ -155,6 +157,25 @@ def test_an_aborted_request_is_not_spoken_of_again():
         engine.abort(request_id)
     assert not engine.has_unfinished
     assert engine.core.kv.num_held == 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_base_model_embeds_and_without_a_head_does_not_generate(tmp_path, tied):
+    """As `AutoModel` and sentence-transformers save it: no `model.` in the names, and no lm_head."""
+    golden = golden_of("qwen3")
+    tensors = {name.removeprefix("model."): value for name, value in golden.tensors.items()}
+    config = golden.hf_config | {"tie_word_embeddings": tied}
+    folder = write_folder(tmp_path / "base", tensors, config=config)
+    engine = Engine.from_pretrained(str(folder), **OPTIONS)
+    prompts = [[3, 1, 4, 1, 5, 9], [2, 7]]
+    expected = Engine(golden.model(), golden.config, **OPTIONS).embed(prompts)
+    np.testing.assert_array_equal(engine.embed(prompts), expected)
+    if tied:
+        assert len(engine.generate(prompts[0], SamplingParams(max_tokens=2))[0].token_ids) == 2
+    else:
+        with pytest.raises(ValueError, match=r"base cannot generate: .* without a head \(lm_head\)"):
+            engine.generate(prompts[0])
+        assert not engine.has_unfinished
 
 
 def test_bad_input():

@@ -138,7 +138,7 @@ def test_smollm_facts(smollm):
     assert smollm.vocab_size == 49152
     assert smollm.encode("Hello world") == [19556, 905]
     assert smollm.encode("2024") == [34, 32, 34, 36]
-    assert (smollm.bos_token, smollm.eos_token, smollm.eos_token_ids) == ("<|im_start|>", "<|im_end|>", (2,))
+    assert (smollm.bos_token, smollm.eos_token, smollm.eos_token_ids) == ("<|im_start|>", "<|im_end|>", (2, 0))
     assert smollm.encode("<|im_start|>user\nhi<|im_end|>") == [1, 4093, 198, 6004, 2]
     assert smollm.decode([1, 4093, 198, 6004, 2]) == "user\nhi"
     assert smollm.id_to_token(49152) is None
@@ -227,6 +227,7 @@ def split(pre, text):
         ("llama-bpe", ["Year", " ", "202", "4", "'s", " A", "'S", " (", "x", ")."]),
         ("qwen2", ["Year", " ", "2", "0", "2", "4", "'s", " A", "'S", " (", "x", ")."]),
         ("gpt-4o", ["Year", " ", "202", "4", "'s", " A'S", " (", "x", ")."]),
+        ("tekken", ["Year", " ", "2", "0", "2", "4", "'s", " A", "'S", " (", "x", ")."]),
     ],
 )
 def test_pre_tokenisers_split_as_their_models_do(pre, expected):
@@ -239,7 +240,27 @@ def test_gpt_oss_splits_where_a_word_turns_to_capitals():
     assert split("gpt-4o", text) == expected
 
 
-@pytest.mark.parametrize("pre", ["gpt2", "smollm", "llama-bpe", "qwen2", "gpt-4o"])
+def test_mistrals_tekken_splits_there_too_but_takes_no_contractions():
+    text = "camelCase HTTPServer it's don'T //\n\n/ x"
+    expected = ["camel", "Case", " HTTPServer", " it", "'s", " don", "'T", " //\n\n/", " x"]
+    assert split("tekken", text) == expected
+
+
+def test_tekken_begins_with_bos_and_takes_a_whole_word_that_is_a_token():
+    tokens = [*sorted(BYTE_OF_CHARACTER), "<s>", "abc"]
+    fields = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * 256 + [3, 1]}
+    fields |= {"tokenizer.ggml.bos_token_id": 256, "tokenizer.ggml.eos_token_id": None}
+    assert byte_level("tekken", **fields).encode("abc") == [256, 257]
+    assert byte_level("gpt2", **fields).encode("abc") == [tokens.index(c) for c in "abc"]
+
+
+def test_a_file_that_does_not_name_its_pre_tokeniser_is_taken_for_gpt2_with_a_warning(caplog):
+    text = "Year 2024's A'S (x)."
+    assert split(None, text) == split("gpt2", text)
+    assert "gpt2's is assumed" in caplog.text
+
+
+@pytest.mark.parametrize("pre", ["gpt2", "smollm", "llama-bpe", "qwen2", "gpt-4o", "tekken"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_byte_level_kind_comes_back(pre, text):
     tokenizer = byte_level(pre, [("t", "h"), ("Ġ", "th"), ("th", "e")])
@@ -268,6 +289,14 @@ def test_the_end_of_a_message_is_not_the_end_of_an_answer_where_there_is_another
     assert tokenizer.eos_token_ids == tuple(tokens.index(end) for end in ends)
 
 
+@pytest.mark.parametrize("names", [["<|im_end|>", "<|endoftext|>"], ["<|eot_id|>", "<|end_of_text|>"]])
+def test_the_end_of_a_text_ends_an_answer_as_the_end_of_a_turn_does(names):
+    tokens = [*sorted(BYTE_OF_CHARACTER), *names]
+    fields = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * 256 + [3, 3]}
+    tokenizer = byte_level("qwen2", **fields, **{"tokenizer.ggml.eos_token_id": 256})
+    assert tokenizer.eos_token_ids == (256, 257)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -289,6 +318,16 @@ def test_metaspace_vocabularies_decode_like_the_library():
     tokenizer = Tokenizer(library)
     ids = tokenizer.encode("ab a")
     assert tokenizer.decode(ids) == library.decode(ids) == "ab a"
+
+
+def test_a_length_that_texts_were_cut_or_padded_to_in_training_is_not_kept():
+    library = Library(models.BPE({"a": 0, "b": 1}, []))
+    library.decoder = decoders.ByteLevel()
+    library.enable_truncation(4)
+    library.enable_padding(length=4, pad_id=1, pad_token="b")
+    tokenizer = Tokenizer.from_json(library.to_str())
+    assert tokenizer.encode("a" * 9) == [0] * 9
+    assert tokenizer.encode("a", allow_special=False) == [0]
 
 
 def test_unusable_tokenizer_files_say_why():

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxcache.models.config import ExpertsConfig, ModelConfig, RecurrentConfig
 from jaxcache.models.grouping import FULL, RECURRENT, LayerKind, group_layers, layer_places, period
 from jaxcache.models.loading import load_model, restore_checkpoint, save_checkpoint
+from jaxcache.models.loading.families import FAMILIES, family_of
 from jaxcache.models.rope import RopeConfig
 from tests.models.model_files import write_folder
 from tests.models.test_families import NAMES, Groups, check, golden_of
@@ -119,6 +120,20 @@ def test_qwen_2_5_has_a_window_only_where_it_says_that_it_uses_it():
     assert ModelConfig.from_hf(QWEN_2_5_7B | {"rope_scaling": yarn}).rope.truncate
 
 
+def test_yarn_stretches_the_context_unless_the_config_has_it_stretched_already():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = QWEN_2_5_7B | {"rope_scaling": yarn}
+    assert ModelConfig.from_hf(config).max_position == 131072
+    assert ModelConfig.from_hf(config | {"max_position_embeddings": 131072}).max_position == 131072
+    assert ModelConfig.from_hf(config | {"max_position_embeddings": 163840}).max_position == 163840
+    older = {"type": "yarn", "factor": 4.0}
+    assert ModelConfig.from_hf(QWEN_2_5_7B | {"rope_scaling": older}).max_position == 131072
+    assert ModelConfig.from_hf(GPT_OSS_20B).max_position == 131072
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = QWEN_2_5_7B | {"rope_scaling": llama3 | {"original_max_position_embeddings": 8192}}
+    assert ModelConfig.from_hf(config).max_position == 32768
+
+
 def test_mistral_has_a_window_unless_it_is_null():
     config = SMALL | {"model_type": "mistral"}
     assert ModelConfig.from_hf(config).layer_kinds == (LayerKind("sliding_window", 4096),) * 4
@@ -220,6 +235,32 @@ def test_period(kinds, length):
 def test_layer_kinds_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
         LayerKind(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("llama", "LlamaModel"), ("qwen3_moe", "Qwen3MoeModel"), ("gpt_oss", "GptOssModel"),
+     ("gemma3_text", "Gemma3TextModel"), ("recurrent_gemma", "RecurrentGemmaModel")],
+)  # fmt: skip
+def test_base_models_are_known_by_their_architecture(model_type, architecture):
+    described = {"model_type": model_type, "architectures": [architecture]}
+    assert family_of(described) is FAMILIES[model_type]
+    config = SMALL | described | {"num_experts": 8}
+    assert ModelConfig.from_hf(config | {"tie_word_embeddings": True}).has_head
+    headless = ModelConfig.from_hf(config | {"tie_word_embeddings": False})
+    assert (headless.has_head, headless.tie_embeddings) == (False, True)
+    with pytest.raises(ValueError, match=r"LlamaEncoderModel .* is not supported"):
+        family_of(described | {"architectures": ["LlamaEncoderModel"]})
+
+
+def test_a_base_model_without_a_head_is_saved_as_one(tmp_path):
+    golden = golden_of("qwen3")
+    tensors = {name.removeprefix("model."): value for name, value in golden.tensors.items()}
+    config = golden.hf_config | {"tie_word_embeddings": False}
+    loaded = load_model(write_folder(tmp_path / "folder", tensors, config=config))
+    assert not loaded.config.has_head
+    save_checkpoint(tmp_path / "saved", loaded)
+    assert restore_checkpoint(tmp_path / "saved").config == loaded.config
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -45,16 +45,28 @@ def test_shards_are_read_through_their_index(tmp_path):
         read_huggingface(folder)
 
 
+def test_model_safetensors_come_before_other_files(tmp_path):
+    folder = write_folder(tmp_path / "model")
+    save_file({"layers.0": np.ones(3, np.float32)}, folder / "consolidated.safetensors")
+    assert set(read_huggingface(folder).tensors) == {"a"}
+    (folder / "model.safetensors").unlink()
+    assert set(read_huggingface(folder).tensors) == {"layers.0"}
+
+
 def test_generation_config_decides_what_ends_an_answer(tmp_path):
     folder = write_folder(tmp_path / "model", generation_config={"eos_token_id": [258, 257]})
     assert read_huggingface(folder).tokenizer.eos_token_ids == (257, 258)
+    folder = write_folder(tmp_path / "null", generation_config={"eos_token_id": None})
+    assert read_huggingface(folder).tokenizer.eos_token_ids == (257, 259)
 
 
 def test_special_tokens_may_be_written_as_objects_or_be_missing(tmp_path):
     settings = {"bos_token": None, "eos_token": {"content": "<end>", "lstrip": False}}
     folder = write_folder(tmp_path / "model", tokenizer_config=settings)
     tokenizer = read_huggingface(folder).tokenizer
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (256, (258, 259))
+    assert (tokenizer.bos_token_id, tokenizer.bos_token, tokenizer.eos_token_ids) == (None, "", (258, 259))
+    folder = write_folder(tmp_path / "absent", tokenizer_config={})
+    assert read_huggingface(folder).tokenizer.bos_token == "<s>"
     folder = write_folder(tmp_path / "bare", tokenizer_config=None, config={"architectures": []})
     tokenizer = read_huggingface(folder).tokenizer
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (None, ())
@@ -110,3 +122,5 @@ def test_weights_that_are_not_floats_are_refused(tmp_path):
     folder = write_folder(tmp_path / "q", config={**CONFIG, "quantization_config": {"quant_method": "awq"}})
     with pytest.raises(ValueError, match="awq-quantised weights"):
         read_huggingface(folder)
+    folder = write_folder(tmp_path / "null", config={**CONFIG, "quantization_config": None})
+    assert set(read_huggingface(folder).tensors) == {"a"}

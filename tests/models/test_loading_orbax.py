@@ -2,6 +2,7 @@ import dataclasses
 import json
 import logging
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -148,7 +149,7 @@ def test_folders_that_cannot_be_restored_say_why(loaded, tmp_path):
 
     manifest = json.loads((path / "jaxcache.json").read_text())
     (path / "jaxcache.json").write_text(json.dumps({**manifest, "format": 99}))
-    with pytest.raises(ValueError, match="has format 99, but this version reads 1"):
+    with pytest.raises(ValueError, match="has format 99, but this version reads 2"):
         restore_checkpoint(path)
     name = next(iter(manifest["params"]))
     (path / "jaxcache.json").write_text(json.dumps({**manifest, "params": {**manifest["params"], name: [3]}}))
@@ -220,8 +221,8 @@ def test_a_damaged_cache_is_made_anew(model_file, home, caplog):
         (None, r"it has no jaxcache\.json"),
         ("", r"jaxcache\.json is no valid JSON"),
         ("[]", "must hold a JSON object"),
-        ('{"format": 1}', r"jaxcache\.json is incomplete"),
-        ('{"format": 0}', "has format 0"),
+        ('{"format": 2}', r"jaxcache\.json is incomplete"),
+        ('{"format": 1}', "has format 1"),
     ],
 )
 def test_a_cache_folder_without_a_sound_manifest_is_made_anew(model_file, home, caplog, contents, message):
@@ -242,7 +243,29 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(model_file, tmp_path, mon
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAXCACHE_HOME", str(tmp_path / "file"))
     load_model(model_file)
-    assert "not kept for the next run" in caplog.text
+    assert "cannot be kept" in caplog.text
+
+
+def test_a_disk_that_is_full_is_no_obstacle(model_file, loaded, home, monkeypatch, caplog):
+    """tensorstore says it with a ValueError, and those of its writers that have not failed yet write on."""
+    remove, removed = shutil.rmtree, []
+
+    def fail(*args, **kwargs):
+        raise ValueError("OUT_OF_RANGE: Failed to write 294022 bytes: No space left on device")
+
+    def remove_while_others_write(folder, **options):
+        remove(folder, **options)
+        removed.append(folder)
+        if len(removed) == 1:
+            folder.mkdir()
+            (folder / "late").write_text("half")
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", fail)
+    monkeypatch.setattr(shutil, "rmtree", remove_while_others_write)
+    assert_same(load_model(model_file), loaded)
+    assert "cannot be kept" in caplog.text
+    assert "the model is used all the same: OUT_OF_RANGE" in caplog.text
+    assert [*(home / "models").iterdir()] == []
 
 
 def test_without_cache_nothing_is_written(model_file, home):

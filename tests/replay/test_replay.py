@@ -1,6 +1,8 @@
 """Replays against the reference's recorded totals, the sweep and the bound against the replay."""
 
+import gzip
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -48,6 +50,18 @@ def test_the_sweep_gives_what_the_replay_gives(policy, tolerance):
     assert swept[0] < swept[1]
 
 
+def test_hash_ids_may_be_any_numbers(tmp_path):
+    """As small ints of 32 bits, or times the 32 units of 16 tokens, these would come out as others or as none."""
+    ids = [5, 2**32 + 5, 1, 2**27 + 1, -1, 2**31 - 1, 2**64, 10**30]
+    rows = [json.dumps({"input_length": 513, "hash_ids": [hash_id, 0]}) for hash_id in [*ids, *ids[::-1]]]
+    (tmp_path / "trace.jsonl").write_text("\n".join(rows))
+    trace = read_trace(tmp_path / "trace.jsonl")
+    for block_size in (512, 16):
+        hits = replay(trace, block_size=block_size, num_blocks=1000).hit_tokens
+        assert hits == len(ids) * 512
+        assert sweep(trace, block_size=block_size, num_blocks=[1000]) == [hits]
+
+
 @pytest.mark.parametrize("num_blocks", [400, 1500])
 def test_the_scan_resistant_policy_loses_nothing(num_blocks):
     assert hits("s3fifo", num_blocks) >= 0.99 * hits("lru", num_blocks)
@@ -93,6 +107,7 @@ def test_a_prompt_that_does_not_fit_is_refused_and_the_next_one_served():
             '{"input_length": 1025, "hash_ids": [1, 2]}',
             "1025 tokens need at least one token and 3 hash_ids of 512, got 2",
         ),
+        ('{"input_length": 5, "hash_ids": [[1]]}', "expected an object with input_length and hash_ids"),
         ("", "holds no requests"),
     ],
 )
@@ -100,6 +115,14 @@ def test_a_file_that_is_no_trace_is_named(tmp_path, line, message):
     (tmp_path / "bad.jsonl").write_text(line)
     with pytest.raises(ValueError, match=message):
         read_trace(tmp_path / "bad.jsonl")
+
+
+def test_a_gzipped_trace_that_is_cut_off_or_damaged_is_named(tmp_path, capsys):
+    contents = gzip.compress(b'{"input_length": 5, "hash_ids": [1]}\n' * 99)
+    for damaged in (contents[:-1], contents[:10] + b"\xff" + contents[11:]):
+        (tmp_path / "bad.jsonl.gz").write_bytes(damaged)
+        assert main(["replay", str(tmp_path / "bad.jsonl.gz")]) == 2
+        assert re.search(r"jaxcache: .*bad\.jsonl\.gz is cut off or damaged", capsys.readouterr().err)
 
 
 def test_a_block_size_that_the_trace_cannot_tell_is_refused():

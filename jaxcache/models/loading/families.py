@@ -10,6 +10,7 @@ from jaxcache.models.config import ModelConfig
 from jaxcache.models.decoder import Decoder
 from jaxcache.models.gemma import Gemma2, Gemma3
 from jaxcache.models.gpt_oss import GptOss
+from jaxcache.models.hf_config import base_architecture
 from jaxcache.models.llama import Llama
 from jaxcache.models.mistral import Mistral, Mixtral
 from jaxcache.models.qwen import Qwen2, Qwen3, Qwen3Moe
@@ -34,10 +35,11 @@ def family_of(config: Mapping[str, Any]) -> type[Decoder]:
     """The class for the contents of a `config.json`; a `ValueError` names what is supported."""
     model_type = config.get("model_type")
     architecture = next(iter(config.get("architectures") or ()), "ForCausalLM")
-    if model_type not in FAMILIES or not architecture.endswith("ForCausalLM"):
+    known = architecture.endswith("ForCausalLM") or architecture == base_architecture(model_type)
+    if model_type not in FAMILIES or not known:
         raise ValueError(
             f"architecture {architecture} (model_type {model_type!r}) is not supported; supported are causal "
-            f"language models of model_type {', '.join(FAMILIES)}"
+            f"language models, and their base models, of model_type {', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type]
 

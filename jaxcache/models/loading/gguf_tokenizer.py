@@ -4,6 +4,7 @@ A GGUF file names its pre-tokeniser (`tokenizer.ggml.pre`) and leaves what the n
 it. The meanings here are those of llama.cpp.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -12,6 +13,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Library
 
 from jaxcache.models.tokenizer import SPACE_MARK, Tokenizer
+
+logger = logging.getLogger("jaxcache")
 
 LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -24,19 +27,27 @@ GPT4O_WORDS = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+TEKKEN_WORDS = GPT4O_WORDS.replace(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}")
 
 GPT2_PRE = {"gpt2", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"}
 DIGITS_PRE = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 LLAMA3_PRE = {"llama-bpe", "llama3", "llama-v3", "falcon3"}
 QWEN2_PRE = {"qwen2", "deepseek-r1-qwen"}
 GPT4O_PRE = {"gpt-4o"}
+TEKKEN_PRE = {"tekken"}
+WHOLE_WORDS_PRE = LLAMA3_PRE | TEKKEN_PRE
+"""With these a word that is a token is not put together by merges, and a text begins with bos."""
 SPLIT_BY = {
     **dict.fromkeys(LLAMA3_PRE, LLAMA3_WORDS),
     **dict.fromkeys(QWEN2_PRE, QWEN2_WORDS),
     **dict.fromkeys(GPT4O_PRE, GPT4O_WORDS),
+    **dict.fromkeys(TEKKEN_PRE, TEKKEN_WORDS),
 }
 
-TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>")
+TURN_ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
+    "<|endoftext|>", "<|end_of_text|>",
+)  # fmt: skip
 """Control tokens that end an answer whether or not the file's metadata says so."""
 MESSAGE_END, ANSWER_END = "<|end|>", "<|return|>"
 """Where there is the second (gpt-oss), the first ends only one of an answer's messages."""
@@ -76,7 +87,13 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Library:
-    pre = metadata.get("tokenizer.ggml.pre", "gpt2")
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre is None:
+        logger.warning(
+            "the file does not name its pre-tokeniser (tokenizer.ggml.pre): gpt2's is assumed, and answers are "
+            "worse where that is wrong. Convert the model anew to have it named"
+        )
+        pre = "gpt2"
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", False))
     whole = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=True)
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
@@ -96,7 +113,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Libra
         left, _, right = merge.partition(" ")
         merges.append((left, right))
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    library = Library(models.BPE(vocabulary, merges, ignore_merges=pre in LLAMA3_PRE))
+    library = Library(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS_PRE))
     library.pre_tokenizer = split
     library.decoder = decoders.ByteLevel()
     if pre in QWEN2_PRE:
@@ -144,7 +161,7 @@ def _add_special_tokens(library: Library, tokens: Sequence[str], types: Sequence
 def _add_sequence_ends(library: Library, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
     """What `encode(add_special_tokens=True)` puts around a text."""
     sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
-    starts = sentencepiece or metadata.get("tokenizer.ggml.pre") in LLAMA3_PRE
+    starts = sentencepiece or metadata.get("tokenizer.ggml.pre") in WHOLE_WORDS_PRE
     around = []
     for end, default in (("bos", starts), ("eos", False)):
         token_id = metadata.get(f"tokenizer.ggml.{end}_token_id")

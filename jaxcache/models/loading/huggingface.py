@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxcache.models.hf_config import base_architecture
 from jaxcache.models.loading.checkpoint import Checkpoint
 from jaxcache.models.tokenizer import Tokenizer
 
@@ -20,13 +21,16 @@ def read_huggingface(folder: str | Path) -> Checkpoint:
     """
     folder = Path(folder)
     config = read_json(folder / "config.json")
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "unknown")
+    if (quantization := config.get("quantization_config")) is not None:
+        method = quantization.get("quant_method", "unknown")
         raise ValueError(f"{folder} holds {method}-quantised weights: take float weights, or a GGUF file")
+    tensors = SafetensorsFolder(folder)
+    if tensors.of_base_model:
+        config["architectures"] = [base_architecture(config.get("model_type"))]
     return Checkpoint(
         name=folder.resolve().name,
         config=config,
-        tensors=SafetensorsFolder(folder),
+        tensors=tensors,
         tokenizer=read_tokenizer(folder, config),
         chat_template=read_chat_template(folder),
     )
@@ -50,7 +54,10 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 class SafetensorsFolder(Mapping[str, np.ndarray]):
-    """All tensors of a folder's safetensors files by name. Headers are read at once, weights when asked for."""
+    """All tensors of a folder's safetensors files by name. Headers are read at once, weights when asked for.
+
+    Those of a base model (`of_base_model`) are stored without the `model.` that they have here.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Any] = {}
@@ -61,13 +68,17 @@ class SafetensorsFolder(Mapping[str, np.ndarray]):
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{folder / file} is cut off, missing or no safetensors file: {error}") from error
             self._file_of.update(dict.fromkeys(self._files[file].keys(), file))
+        self.of_base_model = "embed_tokens.weight" in self._file_of
+        if self.of_base_model:
+            self._file_of = {f"model.{name}": file for name, file in self._file_of.items()}
 
     def __getitem__(self, name: str) -> np.ndarray:
         file = self._files[self._file_of[name]]
-        dtype = file.get_slice(name).get_dtype()
+        stored = name.removeprefix("model.") if self.of_base_model else name
+        dtype = file.get_slice(stored).get_dtype()
         if dtype not in FLOAT_DTYPES:
-            raise ValueError(f"tensor {name} is {dtype}; supported are {', '.join(FLOAT_DTYPES)}")
-        return file.get_tensor(name)
+            raise ValueError(f"tensor {stored} is {dtype}; supported are {', '.join(FLOAT_DTYPES)}")
+        return file.get_tensor(stored)
 
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
@@ -84,6 +95,8 @@ def _safetensors_files(folder: Path) -> Sequence[str]:
     if index.exists():
         return sorted(set(read_json(index).get("weight_map", {}).values()))
     files = sorted(path.name for path in folder.glob("*.safetensors"))
+    # Mistral's own release of the same weights, consolidated.safetensors, may lie beside them.
+    files = [name for name in files if name.startswith("model")] or files
     if not files:
         pickled = any(folder.glob("*.bin"))
         hint = "its *.bin files are pickles, which are not read: convert them" if pickled else "fetch its weights"
@@ -104,8 +117,9 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
         raise ValueError(f"{path}: {error}") from error
     bos = _token_ids(tokenizer, settings.get("bos_token"))
     own = _token_ids(tokenizer, settings.get("eos_token"))
-    ends = _as_list(generation.get("eos_token_id", config.get("eos_token_id")))
-    starts = _as_list(config.get("bos_token_id"))
+    ends = _as_list(generation.get("eos_token_id")) or _as_list(config.get("eos_token_id"))
+    # A bos_token that is null says that there is none, whatever the config says.
+    starts = [] if settings.get("bos_token", "") is None else _as_list(config.get("bos_token_id"))
     tokenizer.bos_token_id = next(iter((*bos, *starts)), None)
     tokenizer.eos_token_ids = tuple(dict.fromkeys((*own, *ends)))
     return tokenizer

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from jaxcache.models.loading.families import abstract_model
 from jaxcache.models.loading.find import MANIFEST, is_checkpoint
 from jaxcache.models.loading.huggingface import read_chat_template, read_json, read_tokenizer
 
-FORMAT = 1
-"""Raised when an older folder can no longer be read."""
+FORMAT = 2
+"""Raised when an older folder can no longer be read, or keeps what is now read from model files differently."""
 
 PARAMS = "params"
 
@@ -56,7 +57,7 @@ def save_checkpoint(path: str | Path, loaded: LoadedModel, *, overwrite: bool = 
         _write_manifest(work, loaded, arrays)
         _move_into_place(work, path)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        _remove(work)
 
 
 def restore_checkpoint(
@@ -196,6 +197,17 @@ def _move_into_place(work: Path, path: Path) -> None:
         os.replace(path, aside)
     os.replace(work, path)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Of a save that failed, writers may go on for a moment in threads of their own: what is removed before they
+    have ended can come back.
+    """
+    for _ in range(20):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.05)
 
 
 def _beside(path: Path) -> Path:

@@ -83,8 +83,12 @@ def _from_cache(path: Path, convert: Callable[[], LoadedModel], dtype: np.dtype,
     loaded = convert()
     try:
         save_checkpoint(path, loaded, overwrite=True)
-    except OSError as error:
-        logger.warning("the converted weights are not kept for the next run: %s", error)
+    except (OSError, ValueError) as error:  # a disk that is full: ValueError where it is arrays that do not fit
+        logger.warning(
+            "the converted weights cannot be kept at %s for the next run; the model is used all the same: %s",
+            path,
+            error,
+        )
     return loaded
 
 

@@ -261,7 +261,7 @@ class KVCacheManager:
         self.num_evicted_blocks += len(self.index.evict(taken))
 
     def _must_wait(self, hits: Sequence[np.ndarray], num_new_tokens: int) -> bool:
-        """Whether `hits` hold something that the step being planned only just writes, and this request reads before.
+        """Whether the step being planned only just writes some of `hits`, and this request would read it before.
 
         A recurrent state is read before the step writes any. A kernel that writes and attends for all single rows
         at once orders them in no way. Other rows are safe: all their KV is written before any of it is read.

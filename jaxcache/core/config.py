@@ -79,8 +79,8 @@ class SchedulerConfig:
         _boolean(self, "enable_chunked_prefill", "reserve_full_sequence")
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ValueError(
-                "SchedulerConfig.long_prefill_token_threshold cuts prompts into chunks, and enable_chunked_prefill "
-                "is False: leave one of them out"
+                "SchedulerConfig.long_prefill_token_threshold cuts prompts into chunks, and "
+                "enable_chunked_prefill is False: leave one of them out"
             )
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"SchedulerConfig.policy must be 'fcfs' or 'priority', got {self.policy!r}")

@@ -143,11 +143,17 @@ def _take(pool: S3PoolState, stamp, n, capacity: int):
     older_in_main = jnp.searchsorted(main, small).astype(jnp.int32)
     num_small = jnp.sum(nth + older_in_main < n, dtype=jnp.int32)
     taken = jnp.stack([num_small, n - num_small])
-    heads = jnp.where(taken > 0, after[jnp.arange(2), jnp.maximum(taken - 1, 0)], pool.ends[:, 0])
+    heads = jnp.where(taken > 0, after[jnp.arange(2), jnp.maximum(taken - 1, 0)], _past_stale(pool.ends, after, n))
     whole_turns = heads & ~(pool.ring.shape[-1] - 1)
     new_ids = jnp.where(nth < num_small, ids[SMALL], ids[MAIN][jnp.maximum(nth - num_small, 0)])
     new_ids = jnp.where(nth < n, new_ids, pool.num_blocks)
     return new_ids, jnp.stack([heads - whole_turns, pool.ends[:, 1] - whole_turns], axis=1), num_small
+
+
+def _past_stale(ends, after, n):
+    """Where each queue's first entry that is not stale lies, if `n` were looked for: the next head."""
+    empty = jnp.where(n > 0, ends[:, 1], ends[:, 0])
+    return jnp.where(after[:, 0] == -_OLDEST, empty, after[:, 0] - 1)
 
 
 def _peek(ring, ring_stamp, ring_time, ends, stamp, clock, n, capacity: int):

@@ -100,14 +100,15 @@ class EngineCore:
         max_model_len: int,
         eos_token_ids: Sequence[int] = (),
         causal: bool = True,
-        can_generate: bool = True,
+        embeds_only: str | None = None,
         events: KVEventsConfig | None = None,
     ) -> None:
         self.runner = runner
         self.adapters = AdapterTable(runner)
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size = runner.config.vocab_size
-        self._can_generate = can_generate
+        self._embeds_only = embeds_only
+        """Why the model gives embeddings and no text, if so."""
         caching = cache.enable_prefix_caching
         if caching and not causal:
             logger.warning(
@@ -159,10 +160,9 @@ class EngineCore:
         """
         if pooling not in (None, "last", "mean"):
             raise ValueError(f"pooling must be 'last' or 'mean', got {pooling!r}")
-        if pooling is None and not self._can_generate:
+        if pooling is None and self._embeds_only:
             raise ValueError(
-                "this model cannot generate, since its tokens see those after them: ask for an embedding "
-                "(Engine.embed, PoolingParams)"
+                f"this model cannot generate: {self._embeds_only}. Ask for an embedding (Engine.embed)"
             )
         ending = frozenset(params.ending_ids(self.eos_token_ids))
         if params.min_tokens and len(ending) > MAX_SUPPRESSED:

@@ -89,10 +89,9 @@ class Engine:
             max_model_len=sizes.max_model_len,
             eos_token_ids=eos_token_ids,
             causal=getattr(config, "causal", True),
-            can_generate=getattr(config, "can_generate", True),
+            embeds_only=getattr(config, "embeds_only", None),
             events=events,
         )
-        self._has_head = getattr(config, "has_head", True)
         self._outputs: dict[str, RequestOutput] = {}
         """Requests that have not ended."""
         self._answers: dict[str, Answer] = {}
@@ -252,11 +251,6 @@ class Engine:
         params = params or SamplingParams()
         if not isinstance(params, RequestParams):
             raise ValueError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
-        if isinstance(params, SamplingParams) and not self._has_head:
-            raise ValueError(
-                f"{self.name} cannot generate: its checkpoint is that of a base model, without a head (lm_head). "
-                "Embed with it, or load a checkpoint that has one"
-            )
         if request_id is None:
             request_id = f"request-{next(self._ids)}"
         if self._concerns(request_id):

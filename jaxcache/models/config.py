@@ -105,9 +105,11 @@ class ModelConfig:
             raise ValueError("recurrent layers and their RecurrentConfig go together: give both or none")
 
     @property
-    def can_generate(self) -> bool:
-        """Whether a text can go on token by token: what is computed of it stays as it is."""
-        return self.causal
+    def embeds_only(self) -> str | None:
+        """Why the model gives embeddings and no text; `None` for one that generates."""
+        if not self.causal:
+            return "its tokens see those after them, so that each new one would change all before it"
+        return None if self.has_head else "its checkpoint is that of a base model, without a head (lm_head)"
 
     @property
     def layer_groups(self) -> tuple[tuple[int, ...], ...]:

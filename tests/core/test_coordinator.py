@@ -431,7 +431,7 @@ def test_a_first_chunk_without_a_state_to_keep_leaves_no_name():
 
 
 def test_recurrent_prompts_always_have_room_to_begin():
-    with pytest.raises(ValueError, match="raise SchedulerConfig.long_prefill_token_threshold from 3 to that"):
+    with pytest.raises(ValueError, match=r"raise SchedulerConfig\.long_prefill_token_threshold from 3 to that"):
         Scheduler(make_scheduler([RecurrentSpec(4)]).kv, SchedulerConfig(long_prefill_token_threshold=3))
 
 

@@ -223,3 +223,23 @@ def test_transitions_work_under_scan_and_vmap_and_compaction_keeps_the_order():
 def test_the_policy_is_checked():
     with pytest.raises(ValueError, match="eviction_policy must be one of lru, s3fifo, got 'mru'"):
         CacheConfig(eviction_policy="mru")
+
+
+def test_entries_that_are_stale_are_passed_once_even_if_nothing_is_taken_behind_them():
+    """A chain that is asked for again and again leaves entries in the main queue, in front of its last one."""
+    state = pool_s3fifo.init(40)
+    state, chain = hold_and_release(state, 6, range(6))
+    nobody = jnp.full(8, 40, jnp.int32)
+    for _ in range(5):
+        state, _, ok = pool_s3fifo.acquire(state, chain, 0, capacity=8)
+        assert ok
+        state = pool_s3fifo.release(state, chain[::-1])
+    before = pool_s3fifo.queue(state).tolist()
+    head, tail = state.ends[pool_s3fifo.MAIN].tolist()
+    assert tail - head == 5 * 6
+    state, new, ok = pool_s3fifo.acquire(state, nobody, 1, capacity=8)
+    assert ok
+    assert new[0] not in chain
+    assert state.ends[pool_s3fifo.MAIN].tolist() == [tail - 6, tail]
+    assert pool_s3fifo.queue(state).tolist() == before[1:]
+    pool_s3fifo.check_invariants(state)

@@ -173,7 +173,7 @@ def test_a_base_model_embeds_and_without_a_head_does_not_generate(tmp_path, tied
     if tied:
         assert len(engine.generate(prompts[0], SamplingParams(max_tokens=2))[0].token_ids) == 2
     else:
-        with pytest.raises(ValueError, match=r"base cannot generate: .* without a head \(lm_head\)"):
+        with pytest.raises(ValueError, match=r"this model cannot generate: .* without a head \(lm_head\)"):
             engine.generate(prompts[0])
         assert not engine.has_unfinished
 

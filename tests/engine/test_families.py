@@ -134,5 +134,5 @@ def test_a_model_that_looks_ahead_is_embedded_in_whole_sequences_without_a_cache
     ):
         engine.embed(list(range(30)))
     assert engine.stats()["prefix_cache_queries"] == 0
-    with pytest.raises(ValueError, match="this model cannot generate, since its tokens see those after them"):
+    with pytest.raises(ValueError, match="this model cannot generate: its tokens see those after them"):
         engine.generate(prompts)

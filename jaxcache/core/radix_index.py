@@ -121,11 +121,13 @@ class RadixIndex:
     def insert(
         self, request: Request, group_id: int, start: int, block_ids: np.ndarray, previous: int
     ) -> np.ndarray:
-        if not block_ids.any():
-            return NO_IDS
         tree, row = self._place[group_id]
         self._hasher = request.block_hasher
         stop = start + len(block_ids)
+        if not block_ids.any():
+            if self._events is not None:
+                self._events.stored(request, group_id, start, stop, [])
+            return NO_IDS
         run, position = self._end_of(tree, request, start, previous)
         content = Content(tree, request, position, stop)
         inserted = []

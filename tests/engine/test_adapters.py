@@ -87,7 +87,8 @@ def test_a_mixed_batch_answers_as_merged_weights_do_with_and_without_a_cache(num
     assert (num_blocks == 60) or engines[0].stats()["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("recurrent_gemma", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "recurrent_gemma"])
 def test_models_of_several_groups(name):
     """Windows and states are kept apart by adapter as well, and evicted under pressure."""
     family, config, arrays = weights_of(name)

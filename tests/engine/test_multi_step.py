@@ -97,6 +97,7 @@ def test_a_failed_call_loses_its_requests_alone(monkeypatch):
     assert (
         engine.generate(list(range(10)), SamplingParams(temperature=0.0, max_tokens=9))[0].num_cached_tokens == 8
     )
+    assert [delta.finish_reason for delta in engine.step()] == ["error"]
     idle(engine)
 
 

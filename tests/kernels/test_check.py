@@ -35,6 +35,7 @@ def few_tokens(monkeypatch):
     monkeypatch.setattr(correctness, "WITH_COMMON", ((16, 1), (20, 1), (17, 3)))
 
 
+@pytest.mark.slow
 def test_the_command_on_a_cpu(capsys, monkeypatch, few_tokens):
     monkeypatch.setattr(command, "CPU_DTYPES", (("bfloat16", "int8"),))
     assert command.main(["--parts", "correctness", "aot", "--shapes", "SmolLM2-135M"]) == 0

@@ -33,6 +33,8 @@ def generate(name: str, implementation: Implementation) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", [pytest.param("qwen3", marks=slow), "gpt_oss"])
-@pytest.mark.parametrize("implementation", [tpu(), Gpu(interpret=True)], ids=["tpu", "gpu"])
+@pytest.mark.parametrize(
+    "implementation", [pytest.param(tpu(), marks=slow, id="tpu"), pytest.param(Gpu(interpret=True), id="gpu")]
+)
 def test_same_text(name, implementation):
     assert generate(name, implementation) == generate(name, None)

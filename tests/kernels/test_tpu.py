@@ -213,7 +213,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+OF_THE_MATRIX = ("head_dim 96", "14/2 heads")
+"""Of the shapes, those that are left to `test_matrix`."""
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(SHAPES[name], marks=slow if name in OF_THE_MATRIX else (), id=name) for name in SHAPES]
+)
 def test_shapes(shape):
     run(Scene(SHORT, **shape), tpu())
 
@@ -245,7 +251,7 @@ def test_block_sizes(block_size, chunk, kv_dtype):
     run(Scene(SHORT, head_dim=128, block_size=block_size, kv_dtype=kv_dtype), tpu(tuning=tuning))
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("float32", marks=slow), "int8"])
 def test_row_sums_on_the_matrix_unit(kv_dtype):
     run(Scene(SHORT, head_dim=128, kv_dtype=kv_dtype), tpu(tuning=tuned(row_sum="matmul", depth=0)))
 

@@ -62,7 +62,7 @@ def test_hash_ids_may_be_any_numbers(tmp_path):
         assert sweep(trace, block_size=block_size, num_blocks=[1000]) == [hits]
 
 
-@pytest.mark.parametrize("num_blocks", [400, 1500])
+@pytest.mark.parametrize("num_blocks", [400, pytest.param(1500, marks=pytest.mark.slow)])
 def test_the_scan_resistant_policy_loses_nothing(num_blocks):
     assert hits("s3fifo", num_blocks) >= 0.99 * hits("lru", num_blocks)
 

@@ -243,9 +243,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.update_params(nnx.state(MODELS[self.weights]))
         elif how.startswith("reset"):
             self.reset(how == "reset running")
-        elif self.engine.has_unfinished and how == "abort":
+        elif self.engine._outputs and how == "abort":
             self.abort(nth)
-        elif self.engine.has_unfinished:
+        elif self.engine._outputs:
             self.fail_a_step(kv_goes_down_with_it=how == "lose the KV")
 
     def reset(self, reset_running):

@@ -1,6 +1,6 @@
-"""From tokens to answers: one running completion, its text so far, and what ends it."""
+"""From tokens to answers: what the core is asked for each, its text so far, and what ends it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -82,3 +82,25 @@ class Answer:
         if not isinstance(self.params, PoolingParams) or not self.params.normalize:
             return embedding
         return embedding / max(np.linalg.norm(embedding), np.finfo(np.float32).tiny)
+
+
+def num_answers(params: RequestParams) -> int:
+    """To one prompt."""
+    return params.n if isinstance(params, SamplingParams) else 1
+
+
+def for_core(params: RequestParams, index: int) -> tuple[SamplingParams, str | None]:
+    """What the core is asked for: how to sample the answer of that index, or how to pool.
+
+    Of several answers to one prompt with a seed, each has its own seed, the first the one given.
+    """
+    if isinstance(params, PoolingParams):
+        sampling = SamplingParams(
+            skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+            skip_writing_prefix_cache=params.skip_writing_prefix_cache,
+            cache_retention=params.cache_retention,
+        )
+        return sampling, params.pooling
+    if params.seed is None or index == 0:
+        return params, None
+    return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63), None

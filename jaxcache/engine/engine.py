@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from jaxcache.core.config import CacheConfig, SchedulerConfig
 from jaxcache.core.events import KVEventsConfig
 from jaxcache.core.request import RequestStatus
 from jaxcache.engine.adapters import LoadedAdapter
-from jaxcache.engine.answers import Answer, RequestParams
+from jaxcache.engine.answers import Answer, RequestParams, for_core, num_answers
 from jaxcache.engine.chat import apply_chat_template
 from jaxcache.engine.core import CoreOutput, EngineCore
-from jaxcache.engine.inputs import PromptInputs
+from jaxcache.engine.inputs import Prompt, PromptInputs, batch_of
 from jaxcache.engine.outputs import Completion, Delta, RequestOutput
 from jaxcache.engine.pooling_params import PoolingParams
 from jaxcache.engine.runner import ModelConfigLike, ModelRunner
@@ -31,8 +30,6 @@ from jaxcache.kernels.dispatch import Implementation
 from jaxcache.models.loading.peft import read_peft
 from jaxcache.models.lora import LoRAAdapter, LoRAConfig
 from jaxcache.models.tokenizer import TextTokenizer
-
-Prompt = str | Sequence[int] | PromptInputs
 
 
 class Engine:
@@ -150,7 +147,7 @@ class Engine:
         `params`: one for all, or one for each. `progress`: a bar on stderr; by default for more than one prompt.
         A `ValueError`, with nothing begun, if any prompt cannot be computed.
         """
-        batch = _batch(prompts)
+        batch = batch_of(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts need 1 or {len(batch)} SamplingParams, got {len(each)}")
@@ -215,7 +212,7 @@ class Engine:
 
         `pooling`, `normalize`: as `PoolingParams` has them. A `RuntimeError` where a prompt could not be computed.
         """
-        batch = _batch(prompts)
+        batch = batch_of(prompts)
         if not batch:
             raise ValueError("there are no prompts to embed: give at least one")
         params = PoolingParams(pooling=pooling, normalize=normalize)
@@ -259,12 +256,12 @@ class Engine:
         if isinstance(params, SamplingParams) and params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         arrival = time.perf_counter()
-        completions = [Completion(i) for i in range(_num_answers(params))]
+        completions = [Completion(i) for i in range(num_answers(params))]
         output = RequestOutput(request_id, text, [], completions, arrival_time=arrival)
         self._outputs[request_id] = output
         try:
             for completion in completions:
-                sampling, pooling = _for_core(params, completion.index)
+                sampling, pooling = for_core(params, completion.index)
                 request = self.core.add_request(
                     _core_id(output, completion),
                     inputs,
@@ -495,33 +492,3 @@ class Engine:
 
 def _core_id(output: RequestOutput, completion: Completion) -> str:
     return f"{output.request_id}/{completion.index}"
-
-
-def _num_answers(params: RequestParams) -> int:
-    return params.n if isinstance(params, SamplingParams) else 1
-
-
-def _for_core(params: RequestParams, index: int) -> tuple[SamplingParams, str | None]:
-    """What the core is asked for: how to sample the answer of that index, or how to pool.
-
-    Of several answers to one prompt with a seed, each has its own seed, the first the one given.
-    """
-    if isinstance(params, PoolingParams):
-        sampling = SamplingParams(
-            skip_reading_prefix_cache=params.skip_reading_prefix_cache,
-            skip_writing_prefix_cache=params.skip_writing_prefix_cache,
-            cache_retention=params.cache_retention,
-        )
-        return sampling, params.pooling
-    if params.seed is None or index == 0:
-        return params, None
-    return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63), None
-
-
-def _batch(prompts: Any) -> list[Any]:
-    """Prompts as a list. A single one is a text, inputs, or token ids in any container."""
-    if isinstance(prompts, str | PromptInputs) or hasattr(prompts, "dtype"):
-        return [prompts]
-    if isinstance(prompts, Sequence) and prompts and not hasattr(prompts[0], "__len__"):
-        return list(prompts) if isinstance(prompts[0], PromptInputs) else [prompts]
-    return list(prompts)

@@ -71,6 +71,10 @@ class PromptInputs:
         return (*whole, *((int(feature.offset), feature.embeds) for feature in self.features))
 
 
+Prompt = str | Sequence[int] | PromptInputs
+"""A text, token ids, or more."""
+
+
 def checked_rows(rows: Any, what: str) -> np.ndarray:
     """`rows` as a contiguous float32 copy that nobody else writes to; a `ValueError` unless they can be rows."""
     array = np.asarray(rows)
@@ -93,3 +97,12 @@ def rows_between(placed: Sequence[PlacedRows], start: int, stop: int) -> tuple[P
         if first < last:
             found.append((first - start, rows[first - at : last - at]))
     return tuple(found)
+
+
+def batch_of(prompts: Any) -> list[Any]:
+    """Prompts as a list. A single one is a text, inputs, or token ids in any container."""
+    if isinstance(prompts, str | PromptInputs) or hasattr(prompts, "dtype"):
+        return [prompts]
+    if isinstance(prompts, Sequence) and prompts and not hasattr(prompts[0], "__len__"):
+        return list(prompts) if isinstance(prompts[0], PromptInputs) else [prompts]
+    return list(prompts)

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxcache.core.request import pack_token_ids
-from jaxcache.engine.inputs import Feature, PromptInputs
+from jaxcache.engine.inputs import Feature, Prompt, PromptInputs
 from jaxcache.engine.outputs import Delta, RequestOutput
 from jaxcache.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxcache.engine.engine import Engine, Prompt
+    from jaxcache.engine.engine import Engine
 
 
 class Session:
@@ -39,7 +39,7 @@ class Session:
         self._take_in()
         return list(self._token_ids)
 
-    def add(self, prompt: "Prompt", params: SamplingParams | None = None, *, keep_answer: bool = True) -> str:
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, *, keep_answer: bool = True) -> str:
         """Queue the next turn; the request's id, as `Engine.add_request` gives it.
 
         Offsets of features count from the beginning of `prompt`. `keep_answer`: whether the session goes on behind
@@ -63,7 +63,7 @@ class Session:
         return request_id
 
     def ask(
-        self, prompt: "Prompt", params: SamplingParams | None = None, *, keep_answer: bool = True
+        self, prompt: Prompt, params: SamplingParams | None = None, *, keep_answer: bool = True
     ) -> RequestOutput:
         """The next turn, computed to its end."""
         request_id = self.add(prompt, params, keep_answer=keep_answer)
@@ -72,11 +72,11 @@ class Session:
             pass
         return output
 
-    def stream(self, prompt: "Prompt", params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """The next turn, piece by piece. Leaving the loop early aborts it; what it has by then is kept."""
         return self._engine.follow(self.add(prompt, params))
 
-    def feed(self, prompt: "Prompt") -> None:
+    def feed(self, prompt: Prompt) -> None:
         """Compute `prompt` ahead of the question that will follow it; the session goes on behind it."""
         self.ask(prompt, SamplingParams(max_tokens=1, temperature=0.0), keep_answer=False)
 
@@ -98,7 +98,7 @@ class Session:
             self._features = self._turn_features
         self._turn = None
 
-    def _inputs(self, prompt: "Prompt") -> tuple[list[int], tuple[Feature, ...]]:
+    def _inputs(self, prompt: Prompt) -> tuple[list[int], tuple[Feature, ...]]:
         """A turn's own tokens, and the features on them. Only a conversation's first text begins as texts do."""
         if isinstance(prompt, str):
             return self._engine.encode(prompt, add_special_tokens=not self._token_ids), ()

@@ -39,9 +39,9 @@ def unload_programs():
         jax.clear_caches()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def optimized_programs():
-    """Programs as users have them, for a model so large that running it takes longer than compiling it."""
+    """Programs as users have them: for models that take longer to run than to compile, and to look at."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxcache.core.block_pool import BlockPool
-from jaxcache.core.config import EVICTION_POLICIES
+from jaxcache.core.config import check_eviction_policy
 from jaxcache.core.coordinator import make_coordinator
 from jaxcache.core.events import EventLog, KVCacheEvent, KVEventsConfig
 from jaxcache.core.index import IndexFactory
@@ -86,10 +86,7 @@ class KVCacheManager:
                 sizes,
                 self.scheduler_block_size,
             )
-        if eviction_policy not in EVICTION_POLICIES:
-            raise ValueError(
-                f"eviction_policy must be one of {', '.join(EVICTION_POLICIES)}, got {eviction_policy!r}"
-            )
+        check_eviction_policy(eviction_policy)
         self.pool = BlockPool(num_blocks, eviction_policy)
         self._events = None
         if events is not None and events.enable_kv_cache_events:

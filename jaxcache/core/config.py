@@ -7,6 +7,12 @@ from jaxcache.core.hashing import get_hash_function
 EVICTION_POLICIES = ("lru", "s3fifo")
 
 
+def check_eviction_policy(policy: str) -> None:
+    """A `ValueError` unless there is such a policy."""
+    if policy not in EVICTION_POLICIES:
+        raise ValueError(f"eviction_policy must be one of {', '.join(EVICTION_POLICIES)}, got {policy!r}")
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """What is kept and how it is named. Sizes in tokens or blocks."""
@@ -38,11 +44,7 @@ class CacheConfig:
         _positive(self, "hash_block_size", optional=True)
         _boolean(self, "enable_prefix_caching", "shared_prefix_attention", "check_steps")
         get_hash_function(self.prefix_caching_hash_algo)
-        if self.eviction_policy not in EVICTION_POLICIES:
-            raise ValueError(
-                f"CacheConfig.eviction_policy must be one of {', '.join(EVICTION_POLICIES)}, "
-                f"got {self.eviction_policy!r}"
-            )
+        check_eviction_policy(self.eviction_policy)
         if self.hash_seed is not None and not isinstance(self.hash_seed, str):
             raise ValueError(f"CacheConfig.hash_seed must be a string, got {self.hash_seed!r}")
 

@@ -11,7 +11,8 @@ it was evicted (a *ghost*), in the *main* queue. The changes:
   queue lost shortens it, one that the main queue lost lengthens it, each weighted by how rarely its kind is lost.
   It begins at nothing, which is the order of `core.pool`, and it takes ghosts to leave that.
 
-The transitions are those of `core.pool` and keep its promises: pure, static shapes, O(ids), failure as a flag.
+The transitions are those of `core.pool` and keep its promises: pure, static shapes, O(ids), failure as a flag; but
+stale entries between two that are not are read again until the first of the two is taken.
 Ages are differences of counters that may wrap around; `compact` keeps them below 2**30.
 """
 

@@ -76,11 +76,14 @@ class PriorityQueue:
         return self._heap[0]
 
     def pop(self) -> Request:
-        self.remove(self.peek())
+        request = self.peek()
+        del self._waiting[request.request_id]
         return heapq.heappop(self._heap)
 
     def remove(self, request: Request) -> None:
         del self._waiting[request.request_id]
+        if len(self._heap) > 2 * len(self._waiting):
+            self._heap = sorted(self._waiting.values())
 
     def __len__(self) -> int:
         return len(self._waiting)

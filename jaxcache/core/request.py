@@ -89,15 +89,14 @@ def _is_token_id(value: Any) -> bool:
     return integral and 0 <= int(value) <= MAX_TOKEN_ID
 
 
-def check_text(what: str, value: Any) -> str:
-    """`value`; a `ValueError` unless it is text that has bytes, which fingerprints and events are made of."""
+def check_text(what: str, value: Any) -> None:
+    """A `ValueError` unless `value` is text that has bytes, which fingerprints and events are made of."""
     if not isinstance(value, str):
         raise ValueError(f"{what} must be a string, got {value!r}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{what} is no valid Unicode text: {error.reason} at character {error.start}") from None
-    return value
 
 
 def check_retention(value: Any) -> str:

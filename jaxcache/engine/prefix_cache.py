@@ -18,7 +18,7 @@ from jaxcache.kernels.step import StepInputs
 
 
 class CacheFull(RuntimeError):
-    """The pool has not enough free blocks. The call took none for the sequence that it was about."""
+    """The pool has not enough free blocks. The sequence that found none is as it was before."""
 
 
 def init_kv(

@@ -23,7 +23,7 @@ from jaxcache.engine.step_inputs import (
     build_row_inputs,
     build_step_inputs,
 )
-from jaxcache.kernels.dispatch import Implementation, backend, check_runs_here
+from jaxcache.kernels.dispatch import Implementation, check_runs_here
 from jaxcache.kernels.paged_attention.api import BACKENDS
 from jaxcache.kernels.step import StepInputs
 from jaxcache.kernels.step_check import check_step
@@ -152,8 +152,7 @@ class ModelRunner:
         `lora`: room for adapters, in a model of ours. Steps whose rows have adapters or embeddings are called with
         `rows=RowInputs(...)`, others without.
         """
-        backend("paged_attention", implementation, BACKENDS)
-        check_runs_here(implementation)
+        check_runs_here("paged_attention", implementation, BACKENDS)
         self.lora = lora
         if lora is not None:
             if not isinstance(model, Decoder):

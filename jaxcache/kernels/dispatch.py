@@ -45,18 +45,6 @@ class Gpu:
 Implementation = str | Tpu | Gpu | None
 
 
-def check_runs_here(implementation: Implementation) -> None:
-    """A `ValueError` where the default device cannot run `implementation`'s kernels."""
-    here, interpreted = jax.default_backend(), getattr(implementation, "interpret", False)
-    for name, kind in (("tpu", Tpu), ("gpu", Gpu)):
-        if not (implementation == name or isinstance(implementation, kind)) or here == name or interpreted:
-            continue
-        raise ValueError(
-            f"implementation {implementation!r} needs a {name.upper()}, but JAX computes on {here}: leave it out "
-            "for the one that works everywhere, or install JAX for that device"
-        )
-
-
 def backend(operation: str, implementation: Implementation, modules: Mapping[str, str]) -> Callable[..., Any]:
     """`operation` of the backend; `modules` maps backend names to module paths, imported on first use."""
     options: dict[str, Any] = {}
@@ -74,3 +62,16 @@ def backend(operation: str, implementation: Implementation, modules: Mapping[str
             f"{', '.join(repr(known) for known in modules)}, or None for the one that works everywhere"
         )
     return partial(getattr(importlib.import_module(modules[name]), operation), **options)
+
+
+def check_runs_here(operation: str, implementation: Implementation, modules: Mapping[str, str]) -> None:
+    """A `ValueError` for a backend that `operation` does not have, or that the default device cannot run."""
+    backend(operation, implementation, modules)
+    here, interpreted = jax.default_backend(), getattr(implementation, "interpret", False)
+    for name, kind in (("tpu", Tpu), ("gpu", Gpu)):
+        asked = implementation == name or isinstance(implementation, kind)
+        if asked and here != name and not interpreted:
+            raise ValueError(
+                f"implementation {implementation!r} needs a {name.upper()}, but JAX computes on {here}: leave it "
+                "out for the one that works everywhere, or install JAX for that device"
+            )

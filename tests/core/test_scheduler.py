@@ -261,6 +261,18 @@ def test_who_outgrows_the_pool_ends_in_an_error_even_if_nothing_is_reserved_or_c
     assert "17 tokens need 5 blocks, but the pool has 4 usable ones" in request.error
 
 
+def test_aborted_requests_are_not_kept():
+    scheduler = make_scheduler(policy="priority")
+    requests = [make_request(f"r{nth}", range(4), priority=nth) for nth in range(100)]
+    for request in requests:
+        scheduler.add_request(request)
+    for request in requests[1:]:
+        scheduler.finish(request, RequestStatus.FINISHED_ABORTED)
+    assert len(scheduler.waiting._heap) <= 2
+    assert scheduler.waiting.pop() is requests[0]
+    assert len(scheduler.waiting) == 0
+
+
 def test_waiting_requests_are_aborted_in_any_order_and_come_back():
     scheduler = make_scheduler(policy="priority", max_num_seqs=1)
     requests = [make_request(f"r{nth}", range(4), priority=nth % 3) for nth in range(9)]

@@ -2,13 +2,14 @@
 
 import argparse
 import ast
-import difflib
 import inspect
 import re
 import types
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from jaxcache.settings import did_you_mean
 
 ConfigT = TypeVar("ConfigT")
 
@@ -41,8 +42,8 @@ def refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
     messages = []
     for argument in [one for one in unknown if one.startswith("-")] or unknown:
         name = argument.split("=")[0]
-        close = difflib.get_close_matches(name, known, n=1) if name.startswith("-") else []
-        messages.append(f"unknown argument {argument}" + (f": did you mean {close[0]}?" if close else ""))
+        meant = did_you_mean(name, known) if name.startswith("-") else ""
+        messages.append(f"unknown argument {argument}{meant}")
     parser.error("; ".join(messages))
 
 

@@ -1,8 +1,7 @@
 """Frozen settings of cache and scheduler, checked when they are made."""
 
-from dataclasses import dataclass
-
 from jaxcache.core.hashing import get_hash_function
+from jaxcache.settings import settings
 
 EVICTION_POLICIES = ("lru", "s3fifo")
 
@@ -13,7 +12,7 @@ def check_eviction_policy(policy: str) -> None:
         raise ValueError(f"eviction_policy must be one of {', '.join(EVICTION_POLICIES)}, got {policy!r}")
 
 
-@dataclass(frozen=True)
+@settings
 class CacheConfig:
     """What is kept and how it is named. Sizes in tokens or blocks."""
 
@@ -49,7 +48,7 @@ class CacheConfig:
             raise ValueError(f"CacheConfig.hash_seed must be a string, got {self.hash_seed!r}")
 
 
-@dataclass(frozen=True)
+@settings
 class SchedulerConfig:
     """What runs together in one step."""
 

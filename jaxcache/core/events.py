@@ -22,6 +22,7 @@ from jaxcache.core.specs import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
+from jaxcache.settings import settings
 
 ExternalBlockHash = int | bytes
 """A fingerprint as events carry it: its last 8 bytes as an unsigned integer (big-endian), or all of it."""
@@ -41,7 +42,7 @@ _KINDS: dict[type[KVCacheSpec], str] = {
 """The reference's words."""
 
 
-@dataclass(frozen=True)
+@settings
 class KVEventsConfig:
     """What is told, and to whom. Field names are the reference's where it has the field."""
 

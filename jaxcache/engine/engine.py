@@ -185,7 +185,7 @@ class Engine:
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> Iterator[Delta]:
-        """Answer `prompt` piece by piece. Leaving the loop early aborts the request."""
+        """Answer `prompt` piece by piece: queued when the first one is asked for, aborted if left early."""
         yield from self.follow(self.add_request(prompt, params, adapter=adapter, cache_salt=cache_salt))
 
     def follow(self, request_id: str) -> Iterator[Delta]:

@@ -1,16 +1,18 @@
 """What a request may ask instead of an answer: one vector that stands for its prompt."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 
 from jaxcache.core.request import check_retention
+from jaxcache.settings import settings
 
 POOLINGS = ("last", "mean")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class PoolingParams:
     """How a prompt becomes an embedding. A value that is not allowed is a `ValueError`."""
 
+    _: KW_ONLY
     pooling: str = "last"
     """The hidden state of the last token ("last"), which may start from cached blocks, or the mean over all tokens
     ("mean"), which computes every prompt in full."""

@@ -3,10 +3,11 @@
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import Any
 
 from jaxcache.core.request import MAX_TOKEN_ID, check_retention
+from jaxcache.settings import settings
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: division by them would leave only the largest logit anyway."""
@@ -20,13 +21,14 @@ MAX_SUPPRESSED = 16
 MAX_STOP_IDS_WITH_MIN_TOKENS = MAX_SUPPRESSED // 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class SamplingParams:
     """How a request's tokens are chosen and when it ends. A value that is not allowed is a `ValueError`.
 
     `stop` and `stop_token_ids` may be given as any sequence (`stop` also as one string) and are kept as tuples.
     """
 
+    _: KW_ONLY
     n: int = 1
     """Answers to generate for the prompt."""
     temperature: float = 1.0

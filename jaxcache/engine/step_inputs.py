@@ -1,7 +1,6 @@
 """From a plan to arrays: what the device call of a step is given, padded to one of a few shapes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +8,7 @@ import numpy as np
 from jaxcache.engine.shared_runs import find_runs
 from jaxcache.kernels.step import PAD_SLOT, StepInputs, make_tiles
 from jaxcache.models.rows import RowInputs
+from jaxcache.settings import settings
 
 
 class SequenceSlice(NamedTuple):
@@ -33,7 +33,7 @@ class StepShape(NamedTuple):
     num_tiles: int
 
 
-@dataclass(frozen=True)
+@settings
 class Buckets:
     """The shapes that steps are padded to. Each one is compiled once.
 

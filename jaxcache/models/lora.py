@@ -20,9 +20,10 @@ from jaxtyping import Array, Float, Int
 from jaxcache.models.config import ModelConfig
 from jaxcache.models.decoder import Decoder, layer_layout
 from jaxcache.models.layers import Linear
+from jaxcache.settings import settings
 
 
-@dataclass(frozen=True)
+@settings
 class LoRAConfig:
     """Room for adapters. What it takes is taken at construction, whether adapters are loaded or not."""
 

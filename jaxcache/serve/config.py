@@ -1,9 +1,9 @@
 """Frozen settings of the server, checked when they are made."""
 
-from dataclasses import dataclass
+from jaxcache.settings import settings
 
 
-@dataclass(frozen=True)
+@settings
 class ServerConfig:
     """Who may connect, and how much is taken on at a time."""
 

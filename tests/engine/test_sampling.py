@@ -265,7 +265,7 @@ def test_bad_params_say_what_was_given_and_what_is_allowed(values, message):
 
 
 def test_an_unknown_keyword_is_refused():
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(ValueError, match=r"SamplingParams has no 'temprature': did you mean temperature\?"):
         SamplingParams(temprature=1.0)  # pyright: ignore[reportCallIssue]
 
 

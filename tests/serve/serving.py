@@ -70,5 +70,5 @@ def serving(engine=None, events=None, **settings):
         yield Running(server, engine)
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(config.shutdown_timeout + 30)
         assert not thread.is_alive()

@@ -2,8 +2,9 @@
 
 import difflib
 import functools
+import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar, dataclass_transform
 
 SettingsT = TypeVar("SettingsT")
@@ -13,7 +14,7 @@ SettingsT = TypeVar("SettingsT")
 def settings(cls: type[SettingsT]) -> type[SettingsT]:
     """A frozen dataclass. A keyword that is none of its fields is a `ValueError` that names the nearest one."""
     made = dataclass(frozen=True)(cls)
-    names = [field.name for field in fields(made)]
+    names = list(inspect.signature(made).parameters)
     init = made.__init__
 
     @functools.wraps(init)
@@ -29,6 +30,6 @@ def settings(cls: type[SettingsT]) -> type[SettingsT]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """": did you mean ...?" with the known name that is nearest to `name`; empty if none is near."""
+    """A question after the known name that is nearest to `name`, to end a message with; empty if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f": did you mean {near[0]}?" if near else ""

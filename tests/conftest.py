@@ -8,6 +8,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 XLA_FLAGS = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=4"]
@@ -17,6 +18,9 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:  # most of the suite's ti
     jax.config.update("jax_disable_most_optimizations", True)
     XLA_FLAGS.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true")
 os.environ["XLA_FLAGS"] = " ".join(XLA_FLAGS).strip()
+
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 PROGRAMS = tempfile.TemporaryDirectory()
 """What this process has compiled, found again by the tests of other files."""

@@ -221,14 +221,14 @@ class ManagerMachine(RuleBasedStateMachine):
             self.forget(i)
         request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
 
-    @precondition(lambda self: not self.tables)
+    @precondition(lambda self: not any(self.tables.values()))
     @rule()
     def reset(self):
         assert self.manager.reset_prefix_cache()
         self.content.clear()
         self.names.clear()
 
-    @precondition(lambda self: self.tables)
+    @precondition(lambda self: any(self.tables.values()))
     @rule()
     def reset_is_refused(self):
         assert not self.manager.reset_prefix_cache()

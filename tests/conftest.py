@@ -20,7 +20,7 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:  # most of the suite's ti
 os.environ["XLA_FLAGS"] = " ".join(XLA_FLAGS).strip()
 
 settings.register_profile("repeatable", derandomize=True)
-settings.load_profile("repeatable")
+settings.load_profile("repeatable")  # a failure is of the change at hand; --hypothesis-profile default explores
 
 PROGRAMS = tempfile.TemporaryDirectory()
 """What this process has compiled, found again by the tests of other files."""
